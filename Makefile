@@ -1,0 +1,38 @@
+# Two commands do everything on a bare machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+CASE   := tests/data/var_shared_adaln
+
+.PHONY: demo test lint format test-gpu bench-load clean
+
+# The stamp is newer than what it was made from, or the environment is made again.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text]'
+	touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/nextscale verify $(CASE) --picture demo.png
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# On a machine with a GPU whose python3 already has the dependencies (no virtual environment is made).
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m "gpu or not gpu"
+
+bench-load: $(VENV)/.ready
+	$(BIN)/python benchmarks/loading.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info demo.png

@@ -1,0 +1,182 @@
+"""Tensor files as published: flat and training `.pth` pickles, safetensors files and sharded folders.
+
+Files are mapped, not read: a chunk of tensors is handed out, and its pages leave memory with it.
+So converting a checkpoint never holds it twice.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nextscale.errors import NextscaleError, choices
+
+CHUNK_BYTES = 256 * 2**20
+INDEX = "model.safetensors.index.json"
+SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
+
+# Where a `.pth` file keeps its state dicts; the empty path is a flat one.
+_NESTED = (("trainer", "var_wo_ddp"), ("trainer", "vae_local"), ("trainer", "gpt_fsdp"), ("vae",), ())
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class StateFile(ABC):
+    """One state dict inside a file or folder."""
+
+    def __init__(self, path: Path, infos: dict[str, TensorInfo]) -> None:
+        self.path, self.infos = path, infos
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {key: info.shape for key, info in self.infos.items()}
+
+    @abstractmethod
+    def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        """Some tensors, mapped from the file."""
+
+    def chunks(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """All `keys`, a chunk at a time."""
+        chunk: list[str] = []
+        size = 0
+        for key in keys:
+            if chunk and size + self.infos[key].nbytes > CHUNK_BYTES:
+                yield self.tensors(chunk)
+                chunk, size = [], 0
+            chunk.append(key)
+            size += self.infos[key].nbytes
+        if chunk:
+            yield self.tensors(chunk)
+
+
+class PickleState(StateFile):
+    def __init__(self, path: Path, nested: tuple[str, ...], state: Mapping[str, Tensor]) -> None:
+        self.nested = nested
+        infos = {k: TensorInfo(tuple(t.shape), t.nbytes) for k, t in state.items() if isinstance(t, Tensor)}
+        super().__init__(path, infos)
+
+    def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        state = _inside(load_pickle(self.path), self.nested)
+        return {key: state[key] for key in keys}
+
+
+class SafetensorsState(StateFile):
+    def __init__(self, path: Path, shards: Mapping[str, Path]) -> None:
+        self.shards = dict(shards)  # key -> file
+        infos: dict[str, TensorInfo] = {}
+        for file in dict.fromkeys(self.shards.values()):
+            with _open_safetensors(file) as f:
+                for key in f.keys():  # noqa: SIM118 (not a dict)
+                    view = f.get_slice(key)
+                    shape = tuple(view.get_shape())
+                    infos[key] = TensorInfo(shape, torch.Size(shape).numel() * _BYTES.get(view.get_dtype(), 4))
+        missing = [key for key in self.shards if key not in infos]
+        if missing:
+            raise NextscaleError(
+                f"{self.shards[missing[0]]} lacks the tensor {missing[0]!r} that the index of {path} places in it"
+            )
+        super().__init__(path, {key: infos[key] for key in self.shards})
+
+    def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for file in dict.fromkeys(self.shards[key] for key in keys):
+            with _open_safetensors(file) as f:
+                found.update({key: f.get_tensor(key) for key in keys if self.shards[key] == file})
+        return found
+
+
+_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+def open_states(path: Path) -> list[StateFile]:
+    """The state dicts in a file, or the one that a sharded folder holds."""
+    if path.is_dir():
+        return [_open_folder(path)]
+    if not path.exists():
+        raise NextscaleError(f"{path} does not exist")
+    if path.suffix == ".safetensors":
+        with _open_safetensors(path) as f:
+            keys = list(f.keys())
+        return [SafetensorsState(path, dict.fromkeys(keys, path))]
+    if path.suffix not in SUFFIXES:
+        raise NextscaleError(f"{path} is not a checkpoint file; allowed: {choices(SUFFIXES)}, or a sharded folder")
+    content = load_pickle(path)
+    states: list[StateFile] = []
+    for nested in _NESTED:
+        state = _inside(content, nested)
+        if isinstance(state, Mapping) and any(isinstance(v, Tensor) for v in state.values()):
+            states.append(PickleState(path, nested, state))
+    if not states:
+        raise NextscaleError(
+            f"{path} holds no state dict; expected tensors at the top level or under "
+            f"{choices('.'.join(n) for n in _NESTED if n)}"
+        )
+    return states
+
+
+def load_pickle(path: Path) -> Any:
+    """A `.pth` file, mapped. Only tensors and plain containers: code in a pickle is refused, never run."""
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap can only be used with files saved with" not in str(error):
+                raise
+            return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    except pickle.UnpicklingError as error:
+        if "Weights only load failed" in str(error) and "Unsupported" in str(error):
+            detail = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()[0]
+            raise NextscaleError(
+                f"{path} is a pickle with more than tensors in it ({detail}); it was not run, "
+                "only plain state dicts are read"
+            ) from None
+        raise NextscaleError(f"{path} is not a readable checkpoint: the file is damaged or incomplete") from None
+    except (RuntimeError, EOFError, OSError, ValueError):
+        raise NextscaleError(f"{path} is not a readable checkpoint: the file is damaged or incomplete") from None
+
+
+def _inside(content: Any, nested: tuple[str, ...]) -> Any:
+    for name in nested:
+        content = content.get(name) if isinstance(content, Mapping) else None
+    return content
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise NextscaleError(f"the shard {path} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise NextscaleError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _open_folder(path: Path) -> SafetensorsState:
+    index = path / INDEX
+    if not index.exists():
+        single = path / "model.safetensors"
+        if single.exists():
+            with _open_safetensors(single) as f:
+                return SafetensorsState(path, dict.fromkeys(f.keys(), single))
+        raise NextscaleError(f"{path} is not a sharded checkpoint: it holds neither {INDEX} nor model.safetensors")
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        shards = {key: path / name for key, name in weight_map.items()}
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        raise NextscaleError(f"{index} is not a shard index: it needs a 'weight_map' of tensor names to files") from None
+    missing = sorted({str(s.name) for s in shards.values() if not s.exists()})
+    if missing:
+        raise NextscaleError(f"{path} lacks {len(missing)} of its shards: {choices(missing)}")
+    return SafetensorsState(path, shards)

@@ -1,0 +1,65 @@
+"""Where the random numbers of a run come from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Draws(Protocol):
+    """`images` names the images of the call whose rows are in the tensor, in order."""
+
+    def categorical(self, probs: Tensor, scale: int, images: Sequence[int]) -> Tensor:
+        """One index per distribution: [B, ..., V] -> [B, ...]."""
+        ...
+
+    def gumbel(self, like: Tensor, scale: int, images: Sequence[int]) -> Tensor:
+        """Gumbel noise of the shape of `like`."""
+        ...
+
+
+class PerImageDraws:
+    """Noise for (image, scale) comes from a generator seeded by (seed, scale).
+
+    So neither the rest of the batch, nor skipped scales, nor a method that drops tokens changes the
+    numbers of a cell, and an accelerated picture can be compared with the plain one.
+    """
+
+    def __init__(self, seeds: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.seeds = list(seeds)
+        self.generator = torch.Generator(device=device)
+
+    def _exponential(self, like: Tensor, scale: int, images: Sequence[int], stream: str) -> Tensor:
+        noise = torch.empty(like.shape, dtype=torch.float32, device=self.generator.device)
+        for row, image in enumerate(images):
+            key = f"{self.seeds[image]}/{scale}/{stream}".encode()
+            # CPU generators read 32 bits of a seed, so the three numbers are hashed, not added.
+            seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
+            noise[row].exponential_(generator=self.generator.manual_seed(seed))
+        return noise.to(like.device)
+
+    def categorical(self, probs: Tensor, scale: int, images: Sequence[int]) -> Tensor:
+        # Exponential race: argmax(p / E) is a draw from p, and every cell owns its numbers.
+        return (probs / self._exponential(probs, scale, images, "token")).argmax(dim=-1)
+
+    def gumbel(self, like: Tensor, scale: int, images: Sequence[int]) -> Tensor:
+        return -self._exponential(like, scale, images, "gumbel").log()
+
+
+class OfficialDraws:
+    """The call order and batch layout of the official code: one generator, one multinomial per scale."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.generator = generator
+
+    def categorical(self, probs: Tensor, scale: int, images: Sequence[int]) -> Tensor:
+        flat = probs.reshape(-1, probs.shape[-1])
+        index = torch.multinomial(flat, 1, replacement=True, generator=self.generator)
+        return index.view(probs.shape[:-1])
+
+    def gumbel(self, like: Tensor, scale: int, images: Sequence[int]) -> Tensor:
+        return -torch.empty_like(like).exponential_(generator=self.generator).log()

@@ -1,0 +1,14 @@
+"""The one exception a user is meant to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class NextscaleError(ValueError):
+    """Something the user gave cannot be used; the message is one sentence that says what is allowed."""
+
+
+def choices(values: Iterable[object]) -> str:
+    """The allowed values, as they are listed inside an error sentence."""
+    return ", ".join(str(v) for v in values)

@@ -1,0 +1,50 @@
+"""Classifier-free guidance: which rows run, and how two rows become one prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nextscale.errors import NextscaleError
+
+
+def per_scale(value: float | Sequence[float], scales: int, what: str) -> tuple[float, ...]:
+    """One number for every scale; a single number is repeated."""
+    if isinstance(value, (int, float)):
+        return (float(value),) * scales
+    values = tuple(float(v) for v in value)
+    if len(values) != scales:
+        raise NextscaleError(f"{what} has {len(values)} values, but the schedule has {scales} scales")
+    return values
+
+
+def ramp(value: float | Sequence[float], scales: int) -> tuple[float, ...]:
+    """VAR's convention: 0 = none, and a single number grows linearly from 0 at the first scale."""
+    extra = per_scale(value, scales, "guidance_scale")
+    if isinstance(value, (int, float)):
+        extra = tuple(e * k / max(scales - 1, 1) for k, e in enumerate(extra))
+    return tuple(1 + e for e in extra)
+
+
+def combine(rows: Tensor, images: int, guided: Tensor | None, weight: float) -> Tensor:
+    """Rows [conditional of every image, unconditional of the guided ones] -> one per image.
+
+    `guided` holds the places of the guided images among the conditional rows; None = all or nothing.
+    """
+    conditional, unconditional = rows[:images], rows[images:]
+    if weight == 1 or not len(unconditional):
+        return conditional
+    if guided is None:
+        return weight * conditional + (1 - weight) * unconditional
+    mixed = weight * conditional[guided] + (1 - weight) * unconditional
+    return conditional.index_copy(0, guided, mixed)
+
+
+def combine_inside(rows: Tensor, images: int, guided: Tensor | None, weight: float) -> Tensor:
+    """Guidance between two blocks: both rows of a guided image go on with the combined state."""
+    if weight == 1 or len(rows) == images:
+        return rows
+    mixed = combine(rows, images, guided, weight)
+    return torch.cat((mixed, mixed if guided is None else mixed[guided]))

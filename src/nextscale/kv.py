@@ -1,0 +1,86 @@
+"""What the queries of a self-attention layer can see: a growing cache, or a whole block-causal sequence."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nextscale.attention import attention
+from nextscale.schedule import Schedule
+
+
+class Memory(Protocol):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
+        """Attention of new tokens [R, H, K, D], of which the first `count` [R] are real, over all that is visible."""
+        ...
+
+
+class LayerCache:
+    """Keys and values of one layer, [R, H, capacity, D]; every row has its own length.
+
+    Rows hold what their image kept, in the order it was computed. Positions are applied before caching,
+    so an entry needs no bookkeeping. Slots behind a row's end are masked and overwritten by its next tokens.
+    """
+
+    def __init__(self, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.k = torch.zeros(rows, heads, 0, head_dim, dtype=dtype, device=device)
+        self.v = torch.zeros_like(self.k)
+        self.length = torch.zeros(rows, dtype=torch.long, device=device)  # entries of each row
+        self.used = 0  # slots that any row may occupy: an upper bound of `length` known to the host
+        self.ragged = False  # rows differ in length, so attention needs a mask
+        self.active: Tensor | None = None  # the rows at work in this scale; None = all
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def reserve(self, tokens: int) -> None:
+        """Room for `tokens` more per row. Called between scales, so that shapes are fixed inside one."""
+        missing = self.used + tokens - self.k.shape[2]
+        if missing > 0:
+            self.k, self.v = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (self.k, self.v))
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Forget all other rows for good: their image has stopped, or is no longer guided."""
+        self.k, self.v, self.length = self.k[rows], self.v[rows], self.length[rows]
+
+    def append(self, k: Tensor, v: Tensor, count: Tensor | None = None) -> None:
+        """Write behind each row's own end."""
+        new = k.shape[2]
+        if self.active is not None or count is not None:
+            self.ragged = True
+        if not self.ragged:
+            self.k[:, :, self.used : self.used + new] = k
+            self.v[:, :, self.used : self.used + new] = v
+            self.length += new
+        else:
+            rows = torch.arange(len(self.length), device=k.device) if self.active is None else self.active
+            slots = self.length[rows, None] + torch.arange(new, device=k.device)  # [R, K]
+            self.k[rows[:, None], :, slots] = k.transpose(1, 2)
+            self.v[rows[:, None], :, slots] = v.transpose(1, 2)
+            self.length[rows] += new if count is None else count
+        self.used += new
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
+        self.append(k, v, count)
+        keys, values, length = self.k[:, :, : self.used], self.v[:, :, : self.used], self.length
+        if self.active is not None:
+            keys, values, length = keys[self.active], values[self.active], length[self.active]
+        mask = None
+        if self.ragged:
+            mask = (torch.arange(self.used, device=q.device) < length[:, None])[:, None, None]  # [R, 1, 1, S]
+        return attention(q, keys, values, scale, mask)
+
+
+class BlockCausal:
+    """All scales at once, as in training: a token sees its own scale and every earlier one."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.spans = [(s.start, s.start + s.tokens) for s in schedule]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
+        # One unmasked call per scale reads no key twice more than it must and needs no L x L mask.
+        parts = [attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], scale) for a, b in self.spans]
+        return torch.cat(parts, dim=2)

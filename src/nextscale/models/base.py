@@ -1,0 +1,123 @@
+"""What a backbone is: weights and pure functions. Nothing is kept between calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nextscale.kv import BlockCausal, Memory
+from nextscale.schedule import Scale, Schedule
+
+S = TypeVar("S", bound="State")
+
+
+def per_row() -> Any:
+    """A field of a State whose tensors have one entry per guidance row."""
+    return dataclasses.field(metadata={"per_row": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All that is constant in a run: conditions, modulation, text keys and values, rotary tables."""
+
+    text_lengths: Tensor | None = per_row()  # [R] keys that cross-attention sees; None without it
+
+    def take(self: S, rows: Tensor) -> S:
+        """The same state for some of its rows."""
+
+        def pick(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [pick(v) for v in value]
+            return None if value is None else value[rows]
+
+        chosen = {
+            f.name: pick(getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata.get("per_row")
+        }
+        return dataclasses.replace(self, **chosen)
+
+
+class Backbone(nn.Module, ABC):
+    """A next-scale transformer. R rows = the conditional rows of all images, then the unconditional ones."""
+
+    family: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]]  # the sub-layers of a block, in order; methods select tokens per part
+    config: Any
+    depth: int
+    width: int
+    heads: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The dtype of the blocks' matrix products. The residual stream and the logits are always float32."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @staticmethod
+    @abstractmethod
+    def computes_in_dtype(name: str) -> bool:
+        """Whether a parameter is stored in the compute dtype; the others stay float32."""
+
+    @abstractmethod
+    def begin(self, condition: Any, schedule: Schedule, guided: bool) -> Any:
+        """The State of a run; with `guided` it has unconditional rows too."""
+
+    @abstractmethod
+    def embed(self, state: Any, inputs: Tensor | None, scale: Scale) -> Tensor:
+        """What enters the first block, [R, N, C]. `inputs` [R, N, d] is the map so far; None at the first scale."""
+
+    @abstractmethod
+    def positions(self, state: Any, scale: Scale) -> Tensor | None:
+        """Position data of every token, [1, N, ...], which follows the tokens that a method keeps."""
+
+    @abstractmethod
+    def compute(
+        self,
+        state: Any,
+        layer: int,
+        part: str,
+        x: Tensor,
+        positions: Tensor | None,
+        memory: Memory,
+        count: Tensor | None = None,
+    ) -> Tensor:
+        """What `part` of block `layer` adds to the tokens x [R, K, C], after its gate."""
+
+    @abstractmethod
+    def head(self, state: Any, x: Tensor) -> Tensor:
+        """Logits in float32: [R, N, V] for a codebook, [R, N, d, 2] for bits."""
+
+    @abstractmethod
+    def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
+        """The user's guidance_scale, in this family's convention, as one weight per scale (1 = none)."""
+
+    @abstractmethod
+    def flops(self, part: str, tokens: int, keys: int) -> int:
+        """Multiply-adds x 2 of one part for `tokens` queries over `keys` keys (text keys for cross-attention)."""
+
+    @abstractmethod
+    def head_flops(self, tokens: int) -> int:
+        """The same for the output head."""
+
+    def teacher_forced(self, state: Any, inputs: Sequence[Tensor | None], schedule: Schedule) -> Tensor:
+        """Logits of all scales in one block-causal pass over the maps that preceded each scale."""
+        pairs = list(zip(schedule, inputs, strict=True))
+        x = torch.cat([self.embed(state, before, scale) for scale, before in pairs], dim=1)
+        tables = [self.positions(state, scale) for scale in schedule]
+        positions = None if tables[0] is None else torch.cat([t for t in tables if t is not None], dim=1)
+        memory = BlockCausal(schedule)
+        for layer in range(self.depth):
+            for part in self.parts:
+                x = x + self.compute(state, layer, part, x, positions, memory)
+        return self.head(state, x)

@@ -1,0 +1,241 @@
+"""Infinity: text-to-image next-scale transformer with bitwise tokens (Han et al., 2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nextscale.attention import attention
+from nextscale.guidance import per_scale
+from nextscale.kv import Memory
+from nextscale.models.base import Backbone, State, per_row
+from nextscale.models.layers import MLP, Modulation, SelfAttention, modulated_norm
+from nextscale.schedule import Grid, Scale, Schedule
+
+
+@dataclass(frozen=True)
+class InfinityConfig:
+    depth: int
+    width: int
+    heads: int
+    bits: int  # per token; 4 x the tokenizer's with spatial patchify
+    hidden: int
+    text_dim: int = 2048
+    text_length: int = 512
+    levels: int = 15
+    pool_heads: int = 16
+    eps: float = 1e-6
+    # The official code rounds cross-attention to bfloat16 even in a float32 run; off = exact.
+    round_cross_attention: bool = False
+
+
+@dataclass(frozen=True)
+class TextCondition:
+    """Text features of every image, [length, text_dim] each; `negative` replaces the unconditional rows."""
+
+    text: Sequence[Tensor]
+    negative: Sequence[Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class InfinityState(State):
+    condition: Tensor = per_row()  # [R, C], pooled text
+    modulation: list[Tensor] = per_row()  # per block [R, 1, 6, C]: gamma 1 and 2, scale 1 and 2, shift 1 and 2
+    head_modulation: Tensor = per_row()  # [R, 1, 2, C]
+    text_keys: list[tuple[Tensor, Tensor]] = per_row()  # per block k, v [R, H, T, D]
+    text_mask: Tensor | None = per_row()  # [R, 1, 1, T], None when no row is padded
+    rotary: Tensor  # [1, all tokens, D/2, 2]
+
+
+class TextAttention(nn.Module):
+    """Attention over the prompt. With a learned query it pools the prompt into one vector."""
+
+    def __init__(self, width: int, text_dim: int, heads: int, rounded: bool, pool: bool = False) -> None:
+        super().__init__()
+        self.heads, self.rounded = heads, rounded
+        if pool:
+            self.query = nn.Parameter(torch.zeros(1, heads, width // heads))
+        else:
+            self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(text_dim, 2 * width, bias=False)
+        self.v_bias = nn.Parameter(torch.zeros(width))  # the key has no bias
+        self.proj = nn.Linear(width, width)
+
+    def keys(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [R, H, T, D] of the prompts [R, T, text_dim]."""
+        bias = torch.cat((torch.zeros_like(self.v_bias), self.v_bias))
+        kv = F.linear(text.to(self.kv.weight.dtype), self.kv.weight, bias)
+        k, v = kv.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return k, v
+
+    def forward(self, x: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """x [R, K, C] asks the text; None asks with the learned query and gives [R, 1, C]."""
+        if x is None:
+            q = self.query.to(k.dtype).expand(len(k), -1, -1).unsqueeze(2)
+        else:
+            q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        if self.rounded:
+            q, k, v = (t.bfloat16().float() for t in (q, k, v))
+        out = attention(q, k, v, 1 / math.sqrt(q.shape[-1]), mask)
+        if self.rounded:
+            out = out.bfloat16().to(self.proj.weight.dtype)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class InfinityBlock(nn.Module):
+    def __init__(self, config: InfinityConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.attn = SelfAttention(width, config.heads, cosine=True)
+        self.cross_norm = nn.LayerNorm(width, eps=config.eps)
+        self.cross = TextAttention(width, width, config.heads, config.round_cross_attention)
+        self.mlp = MLP(width, config.hidden)
+        self.offset = nn.Parameter(torch.zeros(1, 1, 6, width))
+
+
+def rotary_table(head_dim: int, schedule: Schedule) -> Tensor:
+    """cos and sin for every token of a schedule, [tokens, head_dim / 2, 2].
+
+    Cells of a small grid sit at the nearest cell of the frame, which is the full-size grid of the same
+    ratio whatever size is generated. The first half of the pairs turns with the row, the second with the column.
+    """
+    half = head_dim // 2
+    frequency = 1.0 / (10000 ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
+
+    def angles(cells: int, of: int) -> Tensor:
+        place = (torch.arange(cells) * (of / cells)).round()  # half to even, as torch does
+        return torch.outer(place, frequency)
+
+    def grid_angles(grid: Grid) -> Tensor:
+        (h, w), (frame_h, frame_w) = grid, schedule.frame
+        rows = angles(h, frame_h)[:, None].expand(h, w, -1)
+        columns = angles(w, frame_w)[None].expand(h, w, -1)
+        return torch.cat((rows, columns), dim=-1).flatten(0, 1)
+
+    angle = torch.cat([grid_angles(grid) for grid in schedule.grids])
+    return torch.stack((angle.cos(), angle.sin()), dim=-1)
+
+
+class Infinity(Backbone):
+    family = "infinity"
+    parts = ("self", "cross", "ffn")
+
+    def __init__(self, config: InfinityConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.depth, self.width, self.heads = config.depth, config.width, config.heads
+        width = config.width
+        self.unconditional = nn.Parameter(torch.zeros(config.text_length, config.text_dim))
+        self.text_norm = nn.Parameter(torch.ones(config.text_dim))
+        self.text_pool = TextAttention(
+            width, config.text_dim, config.pool_heads, config.round_cross_attention, pool=True
+        )
+        self.text_proj = nn.Sequential(
+            nn.Linear(config.text_dim, width), nn.GELU(approximate="tanh"), nn.Linear(width, width)
+        )
+        self.start_position = nn.Parameter(torch.zeros(1, 1, width))
+        self.level_embed = nn.Embedding(config.levels, width)
+        self.word_embed = nn.Linear(config.bits, width)
+        self.shared_modulation = Modulation(width, 6)
+        self.blocks = nn.ModuleList(InfinityBlock(config) for _ in range(config.depth))
+        self.head_modulation = Modulation(width, 2)
+        self.head_linear = nn.Linear(width, 2 * config.bits)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.word_embed.weight.dtype
+
+    @staticmethod
+    def computes_in_dtype(name: str) -> bool:
+        if name.startswith("blocks."):
+            return not (name.endswith(("log_scale", "offset")) or ".cross_norm." in name)
+        return name.startswith(("word_embed.", "text_pool.", "text_proj."))
+
+    def text_rows(self, condition: TextCondition, guided: bool) -> list[Tensor]:
+        """The prompt of every row: an unconditional row is as long as its prompt unless a negative one is given."""
+        rows = [t.to(self.device) for t in condition.text]
+        if guided:
+            if condition.negative is not None:
+                rows += [t.to(self.device) for t in condition.negative]
+            else:
+                rows += [self.unconditional[: len(t)] for t in condition.text]
+        return rows
+
+    def read_text(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Pooled condition [R, C], cross-attention memory [R, T, C], its mask [R, 1, 1, T] and lengths [R]."""
+        rows = self.text_rows(condition, guided)
+        lengths = torch.tensor([len(t) for t in rows], device=self.device)
+        text = nn.utils.rnn.pad_sequence([t.float() for t in rows], batch_first=True)
+        mask = None
+        if (lengths != lengths[0]).any():
+            mask = (torch.arange(text.shape[1], device=self.device) < lengths[:, None])[:, None, None]
+        text = text * torch.rsqrt(text.square().mean(-1, keepdim=True) + 1e-6) * self.text_norm
+        condition_vector = self.text_pool(None, *self.text_pool.keys(text), mask).squeeze(1).float()
+        return condition_vector, self.text_proj(text.to(self.dtype)), mask, lengths
+
+    def begin(self, condition: TextCondition, schedule: Schedule, guided: bool) -> InfinityState:
+        c, memory, mask, lengths = self.read_text(condition, guided)
+        shared = self.shared_modulation(c)
+        return InfinityState(
+            text_lengths=lengths,
+            condition=c,
+            modulation=[b.offset + shared for b in self.blocks],
+            head_modulation=self.head_modulation(c),
+            text_keys=[b.cross.keys(memory) for b in self.blocks],
+            text_mask=mask,
+            rotary=rotary_table(self.head_dim, schedule).to(self.device)[None],
+        )
+
+    def embed(self, state: InfinityState, inputs: Tensor | None, scale: Scale) -> Tensor:
+        if inputs is None:
+            x = state.condition.unsqueeze(1) + self.start_position
+        else:
+            x = self.word_embed(inputs.to(self.dtype)).float()
+        return x + self.level_embed.weight[scale.index]
+
+    def positions(self, state: InfinityState, scale: Scale) -> Tensor:
+        return state.rotary[:, scale.start : scale.start + scale.tokens]
+
+    def compute(
+        self,
+        state: InfinityState,
+        layer: int,
+        part: str,
+        x: Tensor,
+        positions: Tensor | None,
+        memory: Memory,
+        count: Tensor | None = None,
+    ) -> Tensor:
+        block = self.blocks[layer]
+        if part == "cross":
+            h = block.cross_norm(x).to(self.dtype)
+            return block.cross(h, *state.text_keys[layer], state.text_mask).float()
+        gamma1, gamma2, scale1, scale2, shift1, shift2 = state.modulation[layer].unbind(2)
+        if part == "self":
+            h = modulated_norm(x, scale1, shift1, self.config.eps).to(self.dtype)
+            return block.attn(h, positions, memory, count).mul(gamma1)
+        h = modulated_norm(x, scale2, shift2, self.config.eps).to(self.dtype)
+        return block.mlp(h).mul(gamma2)
+
+    def head(self, state: InfinityState, x: Tensor) -> Tensor:
+        scale, shift = state.head_modulation.unbind(2)
+        return self.head_linear(modulated_norm(x, scale, shift, self.config.eps)).unflatten(-1, (-1, 2))
+
+    def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
+        return per_scale(value, scales, "guidance_scale")
+
+    def flops(self, part: str, tokens: int, keys: int) -> int:
+        c = self.width
+        if part == "self":
+            return 2 * tokens * 4 * c * c + 4 * tokens * keys * c
+        if part == "cross":
+            return 2 * tokens * 2 * c * c + 4 * tokens * keys * c
+        return 4 * tokens * c * self.config.hidden
+
+    def head_flops(self, tokens: int) -> int:
+        return 2 * tokens * self.width * 2 * self.config.bits

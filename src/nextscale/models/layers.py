@@ -1,0 +1,73 @@
+"""Pieces that VAR and Infinity share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nextscale.kv import Memory
+
+MAX_LOG_SCALE = math.log(100)
+
+
+def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """LayerNorm without weights, then the condition's own scale and shift, all in float32."""
+    return F.layer_norm(x, x.shape[-1:], eps=eps).mul(scale.add(1)).add(shift)
+
+
+class Modulation(nn.Sequential):
+    """AdaLN: `n` vectors per row, computed from the condition. The indices 0, 1 match the official keys."""
+
+    def __init__(self, width: int, n: int) -> None:
+        super().__init__(nn.SiLU(), nn.Linear(width, n * width))
+        self.n = n
+
+    def forward(self, condition: Tensor) -> Tensor:
+        weight = self[1].weight
+        return super().forward(condition.to(weight.dtype)).float().view(len(condition), 1, self.n, -1)
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embedding of adjacent pairs. x [R, H, K, D], positions [1 or R, K, D/2, 2] = (cos, sin)."""
+    cos, sin = positions.unsqueeze(1).unbind(-1)
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((cos * even - sin * odd, sin * even + cos * odd), dim=-1).flatten(-2)
+
+
+class SelfAttention(nn.Module):
+    """Cosine attention with a learned scale per head, or plain attention with VAR's softer scale."""
+
+    def __init__(self, width: int, heads: int, cosine: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(width))  # the key has no bias
+        self.v_bias = nn.Parameter(torch.zeros(width))
+        self.proj = nn.Linear(width, width)
+        self.log_scale = nn.Parameter(torch.full((1, heads, 1, 1), math.log(4))) if cosine else None
+        self.softmax_scale = 1.0 if cosine else 0.25 / math.sqrt(width // heads)
+
+    def forward(self, x: Tensor, positions: Tensor | None, memory: Memory, count: Tensor | None) -> Tensor:
+        bias = torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
+        qkv = F.linear(x, self.qkv.weight, bias).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [R, H, K, D]
+        if self.log_scale is not None:
+            q = F.normalize(q.float(), dim=-1).mul(self.log_scale.clamp_max(MAX_LOG_SCALE).exp())
+            k = F.normalize(k.float(), dim=-1)
+        if positions is not None:
+            q, k = rotate(q.float(), positions), rotate(k.float(), positions)
+        out = memory.attend(q.to(v.dtype), k.to(v.dtype), v, self.softmax_scale, count)
+        return self.proj(out.transpose(1, 2).flatten(2))

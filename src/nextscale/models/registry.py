@@ -1,0 +1,147 @@
+"""The published models, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nextscale.errors import NextscaleError, choices
+from nextscale.models.infinity import InfinityConfig
+from nextscale.models.var import VARConfig
+from nextscale.tokenizers.bsq import BSQConfig
+from nextscale.tokenizers.vq import VQConfig
+
+VAR_SIDES = {
+    256: (1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
+    512: (1, 2, 3, 4, 6, 9, 13, 18, 24, 32),
+    1024: (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64),
+}
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Sampling values that the authors publish; `guidance_scale` in the family's own convention."""
+
+    guidance_scale: float
+    temperature: float = 1.0
+    top_k: int = 900
+    top_p: float = 0.95
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    name: str
+    backbone: Any  # VARConfig | InfinityConfig
+    tokenizer: Any  # VQConfig | BSQConfig
+    defaults: Defaults
+    repo: str
+    weights: str  # file, or folder ending in "/"
+    tokenizer_files: tuple[str, ...]  # the first is the published name, the others are spelled so elsewhere
+    pixel_budget: str | None = None
+    text_encoder: str | None = None
+    notes: str = field(default="", compare=False)
+
+    @property
+    def family(self) -> str:
+        return "var" if isinstance(self.backbone, VARConfig) else "infinity"
+
+
+def _var(depth: int, size: int) -> ModelSpec:
+    shared = depth == 36
+    config = VARConfig(depth, 64 * depth, depth, VAR_SIDES[size], shared_modulation=shared)
+    return ModelSpec(
+        name=f"var-d{depth}",
+        backbone=config,
+        tokenizer=VQConfig(),
+        defaults=Defaults(guidance_scale=4.0),
+        repo="FoundationVision/var",
+        weights=f"var_d{depth}.pth",
+        tokenizer_files=("vae_ch160v4096z32.pth",),
+        notes=f"ImageNet classes, {size} x {size}",
+    )
+
+
+def infinity_config(depth: int, width: int, heads: int, bits: int) -> InfinityConfig:
+    hidden = round(4 * width / 256) * 256  # Python rounds half to even, as the original did
+    return InfinityConfig(depth, width, heads, bits, hidden)
+
+
+# Every size that the official code names: depth, width, heads.
+INFINITY_SIZES = {
+    "infinity_layer12": (12, 768, 8),
+    "infinity_layer16": (16, 1152, 12),
+    "infinity_layer24": (24, 1536, 16),
+    "infinity_2b": (32, 2048, 16),
+    "infinity_layer32": (32, 2080, 20),
+    "infinity_layer40": (40, 2688, 24),
+    "infinity_8b": (40, 3584, 28),
+    "infinity_layer48": (48, 3360, 28),
+}
+_PATCHIFY = BSQConfig(14, multipliers=(1, 2, 4, 4), patchify=True)
+
+
+def _infinity(
+    name: str, size: str, tokenizer: BSQConfig, files: tuple[str, ...], budget: str, defaults: Defaults, notes: str
+) -> ModelSpec:
+    bits = tokenizer.code_dim * (4 if tokenizer.patchify else 1)
+    return ModelSpec(
+        name=name,
+        backbone=infinity_config(*INFINITY_SIZES[size], bits),
+        tokenizer=tokenizer,
+        defaults=defaults,
+        repo="FoundationVision/Infinity",
+        weights=files[0],
+        tokenizer_files=files[1:],
+        pixel_budget=budget,
+        text_encoder="google/flan-t5-xl",
+        notes=notes,
+    )
+
+
+_SPECS = (
+    *(_var(depth, 256) for depth in (16, 20, 24, 30)),
+    _var(36, 512),
+    _infinity(
+        "infinity-125m",
+        "infinity_layer12",
+        BSQConfig(16),
+        ("infinity_125M_256x256.pth", "infinity_vae_d16.pth"),
+        "0.06M",
+        Defaults(4.0, temperature=0.5, top_p=0.97),
+        "text, 256 x 256 (pairing and sampling values are not published)",
+    ),
+    _infinity(
+        "infinity-2b",
+        "infinity_2b",
+        BSQConfig(32),
+        ("infinity_2b_reg.pth", "infinity_vae_d32reg.pth", "infinity_vae_d32_reg.pth"),
+        "1M",
+        Defaults(4.0, temperature=0.5, top_p=0.97),
+        "text, 1024 x 1024",
+    ),
+    _infinity(
+        "infinity-8b",
+        "infinity_8b",
+        _PATCHIFY,
+        ("infinity_8b_weights/", "infinity_vae_d56_f8_14_patchify.pth"),
+        "1M",
+        Defaults(3.0, temperature=1.0, top_p=0.97),
+        "text, 1024 x 1024",
+    ),
+    _infinity(
+        "infinity-8b-512",
+        "infinity_8b",
+        _PATCHIFY,
+        ("infinity_8b_512x512_weights/", "infinity_vae_d56_f8_14_patchify.pth"),
+        "0.25M",
+        Defaults(3.0, temperature=1.0, top_p=0.97),
+        "text, 512 x 512",
+    ),
+)
+MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in _SPECS}
+
+
+def get_model(name: str) -> ModelSpec:
+    if name not in MODELS:
+        raise NextscaleError(f"unknown model {name!r}; allowed: {choices(MODELS)}")
+    return MODELS[name]

@@ -1,0 +1,130 @@
+"""What belongs to one call and dies with it: rows, KV cache, features, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nextscale.draws import Draws
+from nextscale.errors import NextscaleError
+from nextscale.kv import LayerCache
+from nextscale.methods.base import ScalePlan
+from nextscale.models.base import Backbone
+from nextscale.schedule import Scale, Schedule
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows at work in one scale: a conditional one per image, then the unconditional ones."""
+
+    which: tuple[int, ...]  # images of the call, one per conditional row
+    unconditional: tuple[int, ...]  # images that have an unconditional row
+
+    @property
+    def images(self) -> int:
+        return len(self.which)
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The image of every row."""
+        return self.which + self.unconditional
+
+    @property
+    def guided(self) -> Tensor | None:
+        """Places of the guided images among the conditional rows; None = all or none of them."""
+        if not self.unconditional or self.unconditional == self.which:
+            return None
+        return torch.tensor([self.which.index(i) for i in self.unconditional])
+
+
+class Run:
+    """One call. Rows leave for good when their image stops or is no longer guided."""
+
+    def __init__(
+        self, backbone: Backbone, state: Any, features: Tensor, schedule: Schedule, draws: Draws, guided: bool
+    ) -> None:
+        images = tuple(range(len(features)))
+        self.rows = Rows(images, images if guided else ())
+        self.state = state
+        self.features = features
+        self.schedule = schedule
+        self.draws = draws
+        self.stopped_after: list[int | None] = [None] * len(images)
+        self.tokens: list[Tensor] = []  # per scale [B, N] or [B, N, d]; -1 where an image did not run
+        self.kv = [
+            LayerCache(len(self.rows.all), backbone.heads, backbone.head_dim, backbone.dtype, backbone.device)
+            for _ in range(backbone.depth)
+        ]
+
+    def reserve(self, tokens: int) -> None:
+        for cache in self.kv:
+            cache.reserve(tokens)
+
+    def apply(self, plan: ScalePlan, scale: Scale) -> tuple[Rows, Any]:
+        """The rows that run this scale and their state."""
+        actions = plan.actions
+        for image in self.rows.which:
+            if actions[image] == "stop":
+                self.stopped_after[image] = scale.index  # scales 1..index of this image were generated
+        left = Rows(
+            tuple(i for i in self.rows.which if actions[i] != "stop"),
+            tuple(i for i in self.rows.unconditional if actions[i] != "stop" and plan.guided[i]),
+        )
+        if left != self.rows:
+            index = _places(left, self.rows).to(self.features.device)
+            self.state = self.state.take(index)
+            for cache in self.kv:
+                cache.keep_rows(index)
+            self.rows = left
+        active = Rows(
+            tuple(i for i in left.which if actions[i] == "run"),
+            tuple(i for i in left.unconditional if actions[i] == "run"),
+        )
+        index = None if active == left else _places(active, left).to(self.features.device)
+        for cache in self.kv:
+            cache.active = index
+        if active.all:
+            self.reserve(plan.capacity)
+        return active, self.state if index is None else self.state.take(index)
+
+    def features_of(self, images: Sequence[int]) -> Tensor:
+        """The feature maps of some images, also of one image twice."""
+        everyone = list(images) == list(range(len(self.features)))
+        return self.features if everyone else self.features[list(images)]
+
+    def store(self, rows: Rows, features: Tensor, tokens: Tensor) -> None:
+        """Put a scale's result back to its images."""
+        which = list(rows.which)
+        if len(which) == len(self.features):
+            self.features = features
+        else:
+            self.features = self.features.clone()
+            self.features[which] = features
+        everyone = tokens.new_full((len(self.features), *tokens.shape[1:]), -1, dtype=torch.int32)
+        everyone[which] = tokens.to(torch.int32)
+        self.tokens.append(everyone)
+
+    def stop(self, scale: Scale) -> None:
+        """The caller ends the run after `scale`."""
+        for image in self.rows.which:
+            if scale.index + 1 < len(self.schedule):
+                self.stopped_after[image] = scale.index + 1
+
+    def require_finite(self, logits: Tensor, scale: Scale, backbone: Backbone) -> None:
+        """NaN weights would otherwise end as noise, or as a failed assertion of the sampler."""
+        if torch.isfinite(logits).all():
+            return
+        bad = [name for name, p in backbone.named_parameters() if not torch.isfinite(p).all()]
+        cause = f"the weights of {', '.join(bad[:3])} hold NaN or infinite values" if bad else "an overflow"
+        raise NextscaleError(f"the logits of scale {scale.index + 1} are not finite: {cause}")
+
+
+def _places(some: Rows, among: Rows) -> Tensor:
+    """Row numbers of `some` within `among`."""
+    conditional = [among.which.index(i) for i in some.which]
+    unconditional = [len(among.which) + among.unconditional.index(i) for i in some.unconditional]
+    return torch.tensor(conditional + unconditional, dtype=torch.long)

@@ -1,0 +1,91 @@
+"""From logits to tokens and codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nextscale.draws import Draws
+from nextscale.errors import NextscaleError
+from nextscale.schedule import Scale
+
+if TYPE_CHECKING:
+    from nextscale.tokenizers.base import ImageTokenizer
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; a tuple has one value per scale."""
+
+    guidance: tuple[float, ...]  # 1 = none
+    temperature: tuple[float, ...]  # divides the logits
+    progress: tuple[float, ...]  # 0 at the first scale to 1 at the last; sets the smoothing
+    top_k: tuple[int, ...]  # 0 = off
+    top_p: float = 0.0  # 0 = off
+    greedy: bool = False
+    smooth: bool = False  # codes are a Gumbel-softmax mixture instead of one code (VAR, HART)
+    guidance_layers: tuple[int, ...] = (0,)  # 0 = on the logits, -n = after the n-th block from the end
+
+    def __post_init__(self) -> None:
+        if any(k < 0 for k in self.top_k):
+            raise NextscaleError(f"top_k must be 0 (off) or a positive number, not {min(self.top_k)}")
+        if not 0 <= self.top_p <= 1:
+            raise NextscaleError(f"top_p must lie in [0, 1] (0 = off), not {self.top_p}")
+        if any(not t > 0 for t in self.temperature):
+            raise NextscaleError(f"temperature must be above 0, not {min(self.temperature)}")
+
+    @property
+    def guided_until(self) -> int:
+        """The number of scales after which no scale is guided any more."""
+        return max((k + 1 for k, weight in enumerate(self.guidance) if weight != 1), default=0)
+
+
+@dataclass
+class Drawn:
+    """What one scale added. Tokens are [B, N] indices or [B, N, d] bits."""
+
+    tokens: Tensor
+    codes: Tensor  # [B, N, d], a mixture when smoothed
+
+
+def keep_top(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Everything outside the top k, then outside the nucleus, becomes -inf; ties with the k-th stay."""
+    if top_k:
+        lowest = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values.amin(dim=-1, keepdim=True)
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
+    if top_p:
+        ordered, order = logits.sort(dim=-1)
+        outside = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+        outside[..., -1] = False
+        logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
+    return logits
+
+
+def sample(
+    logits: Tensor,
+    scale: Scale,
+    sampling: Sampling,
+    draws: Draws,
+    images: Sequence[int],
+    tokenizer: ImageTokenizer,
+    forced: Tensor | None = None,
+) -> Drawn:
+    """Choose a token for every cell. `forced` replaces the choice, but the random numbers are still drawn."""
+    if sampling.greedy:
+        tokens = logits.argmax(dim=-1)
+    else:
+        logits = keep_top(logits, sampling.top_k[scale.index], sampling.top_p)
+        tokens = draws.categorical(logits.softmax(dim=-1), scale.index, images)
+    if forced is None and sampling.smooth:
+        # Temperature falls with the scale, as in MaskGIT; the constants are the official ones.
+        ratio = sampling.progress[scale.index]
+        noisy = logits.mul(1 + ratio) + draws.gumbel(logits, scale.index, images)
+        mixture = (noisy / max(0.27 * (1 - ratio * 0.95), 0.005)).softmax(dim=-1)
+        return Drawn(tokens, tokenizer.mixture(mixture))
+    if forced is not None:
+        tokens = forced
+    return Drawn(tokens, tokenizer.codes(tokens))

@@ -1,0 +1,68 @@
+"""What an image tokenizer is: codes <-> accumulated feature map <-> pixels."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nextscale.schedule import Scale, Schedule
+
+
+@dataclass
+class Encoded:
+    """A picture as the tokenizer sees it."""
+
+    features: Tensor  # encoder output, [B, d, H, W]
+    tokens: list[Tensor]  # per scale [B, N] indices or [B, N, d] bits
+    maps: list[Tensor]  # accumulated feature map after each scale
+
+
+class ImageTokenizer(nn.Module, ABC):
+    """Scales are those of the transformer; a tokenizer that packs 2 x 2 cells into a token does so inside."""
+
+    config: Any
+    stride: int  # pixels per token side
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @staticmethod
+    def computes_in_dtype(name: str) -> bool:
+        return name.startswith(("encoder.", "decoder."))
+
+    @abstractmethod
+    def blank(self, batch: int, schedule: Schedule) -> Tensor:
+        """The empty feature map, at the size of the last scale, float32."""
+
+    @abstractmethod
+    def codes(self, tokens: Tensor) -> Tensor:
+        """Tokens -> codes [B, N, d]."""
+
+    @abstractmethod
+    def mixture(self, probs: Tensor) -> Tensor:
+        """A weighted mixture of all codes: [B, N, V] -> [B, N, d]."""
+
+    @abstractmethod
+    def add(self, features: Tensor, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
+        """The feature map after a scale's codes [B, N, d] were added to it."""
+
+    @abstractmethod
+    def inputs(self, features: Tensor, scale: Scale) -> Tensor:
+        """What the transformer is told of the map so far when it predicts `scale`: [B, N, d]."""
+
+    @abstractmethod
+    def encode(self, images: Tensor, schedule: Schedule) -> Encoded:
+        """Images [B, 3, H, W] in [-1, 1] -> tokens of every scale."""
+
+    @abstractmethod
+    def decode(self, features: Tensor) -> Tensor:
+        """Feature map -> images [B, 3, H, W] in [-1, 1]."""

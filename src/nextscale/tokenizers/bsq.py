@@ -1,0 +1,93 @@
+"""Infinity's tokenizer: binary spherical quantisation, one sign per channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nextscale.errors import NextscaleError
+from nextscale.schedule import Grid, Scale, Schedule
+from nextscale.tokenizers.autoencoder import Decoder, Encoder
+from nextscale.tokenizers.base import Encoded, ImageTokenizer
+
+
+@dataclass(frozen=True)
+class BSQConfig:
+    code_dim: int  # channels of the latent map
+    channels: int = 128
+    multipliers: tuple[int, ...] = (1, 2, 4, 4, 4)
+    residual_blocks: int = 2
+    patchify: bool = False  # a token holds 2 x 2 cells of the latent map (Infinity-8B)
+
+
+class BSQTokenizer(ImageTokenizer):
+    def __init__(self, config: BSQConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch = 2 if config.patchify else 1  # latent cells per token side
+        self.stride = 2 ** (len(config.multipliers) - 1) * self.patch
+        shape = (config.channels, config.multipliers, config.code_dim, config.residual_blocks, False)
+        self.encoder = Encoder(*shape)
+        self.decoder = Decoder(*shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.conv_in.weight.dtype
+
+    @property
+    def bits(self) -> int:
+        """Per token."""
+        return self.config.code_dim * self.patch**2
+
+    def latent(self, grid: Grid) -> Grid:
+        return grid[0] * self.patch, grid[1] * self.patch
+
+    def blank(self, batch: int, schedule: Schedule) -> Tensor:
+        return torch.zeros(batch, self.config.code_dim, *self.latent(schedule.last), device=self.device)
+
+    def codes(self, tokens: Tensor) -> Tensor:
+        # Scaled so that a latent cell's code has length 1, also when a token holds several cells.
+        sign = tokens.float().mul(2).sub(1)
+        return sign / self.config.code_dim**0.5
+
+    def mixture(self, probs: Tensor) -> Tensor:
+        raise NextscaleError("smoothed sampling mixes the codes of a codebook, and this model predicts bits")
+
+    def to_map(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """[B, N, d] in token order -> latent map [B, code_dim, h, w]."""
+        return F.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, grid), self.patch)
+
+    def from_map(self, latent: Tensor) -> Tensor:
+        return F.pixel_unshuffle(latent, self.patch).flatten(2).transpose(1, 2)
+
+    def add(self, features: Tensor, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
+        return features + resize(self.to_map(codes, scale.grid), self.latent(schedule.last))
+
+    def inputs(self, features: Tensor, scale: Scale) -> Tensor:
+        return self.from_map(resize(features, self.latent(scale.grid)))
+
+    @torch.no_grad()
+    def encode(self, images: Tensor, schedule: Schedule) -> Encoded:
+        features = self.encoder(images.to(self.dtype)).float()
+        rest, total = features, self.blank(len(images), schedule)
+        result = Encoded(features, [], [])
+        for scale in schedule:
+            grid = self.latent(scale.grid)
+            z = rest if grid == rest.shape[-2:] else F.interpolate(rest, size=grid, mode="area")
+            tokens = self.from_map((z > 0).float()).to(torch.uint8)
+            increment = self.add(torch.zeros_like(total), self.codes(tokens), scale, schedule)
+            rest, total = rest - increment, total + increment
+            result.tokens.append(tokens)
+            result.maps.append(total)
+        return result
+
+    @torch.no_grad()
+    def decode(self, features: Tensor) -> Tensor:
+        return self.decoder(features.to(self.dtype)).float().clamp(-1, 1)
+
+
+def resize(x: Tensor, grid: Grid) -> Tensor:
+    return x if tuple(x.shape[-2:]) == grid else F.interpolate(x, size=grid, mode="bilinear")
