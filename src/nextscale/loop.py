@@ -23,7 +23,10 @@ from nextscale.trace import Trace
 
 @dataclass(frozen=True)
 class ScaleEnd:
-    """What a callback sees after a scale; returning False from the callback ends the run."""
+    """What a callback sees after a scale.
+
+    It may return False to end the run, or a tensor like `features` to go on with instead.
+    """
 
     scale: Scale
     images: tuple[int, ...]  # the images that ran, one per row of the tensors below
@@ -33,6 +36,9 @@ class ScaleEnd:
     raw_logits: Tensor  # of every row, before temperature and guidance
     hidden: Tensor  # output of the last block, [R, N, C]
     decode: Callable[[], Tensor]  # the picture so far, [B, 3, H, W] in [-1, 1]
+
+
+Callback = Callable[[ScaleEnd], "bool | Tensor | None"]
 
 
 @torch.inference_mode()
@@ -47,7 +53,7 @@ def generate(
     images: int,
     trace: Trace,
     forced: Sequence[Tensor] = (),
-    on_scale_end: Callable[[ScaleEnd], bool | None] = lambda end: None,
+    on_scale_end: Callback = lambda end: None,
     executor: Eager | None = None,
 ) -> Run:
     """Feature maps of `images` pictures, in the returned Run."""
@@ -64,7 +70,7 @@ def generate(
             continue
         weight = sampling.guidance[scale.index]
         features = run.features_of(rows.which)
-        before = tokenizer.inputs(run.features_of(rows.all), scale) if scale.index else None
+        before = rows.spread(tokenizer.inputs(features, scale)) if scale.index else None
         x = backbone.embed(state, before, scale)
         guide_after = dict.fromkeys(inside, weight)
         x, stats = executor.run_blocks(backbone, state, x, scale, plan, policy, rows, run.kv, guide_after)
@@ -82,7 +88,10 @@ def generate(
         end = ScaleEnd(
             scale, rows.which, run.features, drawn.tokens, logits, raw, x, lambda: tokenizer.decode(run.features)
         )
-        if on_scale_end(end) is False:
+        answer = on_scale_end(end)
+        if isinstance(answer, Tensor):
+            run.features = answer
+        elif answer is False:
             run.stop(scale)
             break
     trace.stopped_after = run.stopped_after

@@ -40,6 +40,12 @@ class Rows:
             return None
         return torch.tensor([self.which.index(i) for i in self.unconditional])
 
+    def spread(self, x: Tensor) -> Tensor:
+        """One entry per image -> one per row."""
+        if not self.unconditional:
+            return x
+        return torch.cat((x, x if self.guided is None else x[self.guided.to(x.device)]))
+
 
 class Run:
     """One call. Rows leave for good when their image stops or is no longer guided."""
@@ -92,7 +98,7 @@ class Run:
         return active, self.state if index is None else self.state.take(index)
 
     def features_of(self, images: Sequence[int]) -> Tensor:
-        """The feature maps of some images, also of one image twice."""
+        """The feature maps of some images."""
         everyone = list(images) == list(range(len(self.features)))
         return self.features if everyone else self.features[list(images)]
 

@@ -1,0 +1,116 @@
+"""Fill a model from a state dict of the official code, or of our own converted files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from nextscale.checkpoints.files import StateFile
+from nextscale.checkpoints.infer import infer_config
+from nextscale.checkpoints.keys import FAMILY_NAMES, family_of, rename
+from nextscale.errors import NextscaleError, choices
+from nextscale.models.base import Backbone
+from nextscale.models.infinity import Infinity
+from nextscale.models.var import VAR
+from nextscale.tokenizers.base import ImageTokenizer
+from nextscale.tokenizers.bsq import BSQTokenizer
+from nextscale.tokenizers.vq import VQTokenizer
+
+M = TypeVar("M", bound=nn.Module)
+Progress = Callable[[int], None]  # told the bytes of every chunk that was read
+
+CLASSES: dict[str, Any] = {"var": VAR, "infinity": Infinity, "vq": VQTokenizer, "bsq": BSQTokenizer}
+BACKBONES = ("var", "infinity")
+TOKENIZERS = ("vq", "bsq")
+
+
+def pick(states: list[StateFile], families: tuple[str, ...]) -> tuple[str, StateFile]:
+    """The state dict of one of these families among those that a file holds."""
+    found = [(family_of(state.infos), state) for state in states]
+    for family, state in found:
+        if family in families:
+            return family, state
+    have = [FAMILY_NAMES[f] if f else "a state dict of no known model" for f, _ in found]
+    want = " or ".join(FAMILY_NAMES[f] for f in families)
+    raise NextscaleError(f"{states[0].path} holds {' and '.join(dict.fromkeys(have))}, but {want} is needed")
+
+
+def load_official(
+    states: list[StateFile],
+    families: tuple[str, ...],
+    dtype: torch.dtype | None = torch.float32,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    progress: Progress | None = None,
+) -> Backbone | ImageTokenizer:
+    """A module of ours with the weights of an official state dict; its shapes tell the configuration."""
+    family, state = pick(states, families)
+    names = rename(family, state.infos)
+    config = infer_config(family, state, names) if config is None else config
+    return build(CLASSES[family], config, state, names, dtype, device, progress)
+
+
+def build(
+    cls: Callable[[Any], M],
+    config: Any,
+    state: StateFile,
+    names: Mapping[str, str],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    progress: Progress | None = None,
+) -> M:
+    """`names` maps keys of the file to parameters. Every shape is checked before the first tensor is read.
+
+    `dtype` is that of the matrix products; None keeps what the file has.
+    """
+    with torch.device("meta"):
+        module = cls(config).eval().requires_grad_(False)
+    check(module, state, names)
+    wanted = {name: p.shape for name, p in module.named_parameters()}
+    for chunk in state.chunks(list(names)):
+        for key, tensor in chunk.items():
+            name = names[key]
+            target = tensor.dtype if dtype is None else dtype
+            if not module.computes_in_dtype(name):
+                target = torch.float32
+            # Where nothing has to change, the parameter IS the mapped file (or the live tensor): no copy at all.
+            value = tensor.view(wanted[name]).to(device=device, dtype=target)
+            _assign(module, name, value)
+        if progress:
+            progress(sum(state.infos[key].nbytes for key in chunk))
+    return module
+
+
+def _assign(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def check(module: nn.Module, state: StateFile, names: Mapping[str, str]) -> None:
+    """Complain about missing, unexpected and misshaped tensors in one sentence."""
+    wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    theirs = {ours: key for key, ours in names.items()}
+    problems = []
+    if missing := [n for n in wanted if n not in theirs]:
+        problems.append(f"lacks {_some(missing)}")
+    if unexpected := [key for key, ours in names.items() if ours not in wanted]:
+        problems.append(f"has the unknown {_some(unexpected)}")
+    for name, shape in wanted.items():
+        if name in theirs and not _fits(name, state.infos[theirs[name]].shape, shape):
+            problems.append(f"has {theirs[name]!r} of shape {list(state.infos[theirs[name]].shape)}, not {list(shape)}")
+            break
+    if problems:
+        raise NextscaleError(f"{state.path} does not fit a {type(module).__name__} model: it {', and '.join(problems)}")
+
+
+def _fits(name: str, have: tuple[int, ...], want: tuple[int, ...]) -> bool:
+    # Checkpoints trained with another attention kernel store the scale per head as (1, 1, H, 1).
+    return have == want or (name.endswith("log_scale") and sorted(have) == sorted(want))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({choices(names[:3])}{more})"

@@ -1,0 +1,59 @@
+"""`nextscale verify`: recorded runs of the official code, played again by ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nextscale.errors import NextscaleError, choices
+from nextscale.verify import infinity, var
+from nextscale.verify.base import Case, Check, Recorded, read_json, tensors_of
+
+FAMILIES: dict[str, Any] = {"VAR": var, "Infinity": infinity}
+
+
+@dataclass(frozen=True)
+class Report:
+    checks: list[Check]
+    not_compared: list[str]  # recorded tensors that nothing was compared with
+    pictures: dict[str, list[Tensor]]  # per run, the decoded images [B, 3, H, W] after each scale
+    mutated: str | None
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+
+def verify(folder: str | Path, mutate: str | None = None, keep_pictures: bool = False) -> Report:
+    """Play every run of a recorded case. `mutate` names a parameter of the transformer ("" = any) to change first."""
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    family = FAMILIES.get(config.get("model", ""))
+    if family is None:
+        raise NextscaleError(f"config.json has model {config.get('model')!r}; allowed: {choices(FAMILIES)}")
+    tensors = tensors_of(folder / "io.safetensors")
+    if (folder / infinity.ROUNDED).exists():
+        extra = tensors_of(folder / infinity.ROUNDED)
+        tensors.update({f"{infinity.ROUNDED}/{name}": t for name, t in extra.items()})
+    case: Case = family.open_case(folder, config, Recorded(tensors))
+    if not case.runs:
+        raise NextscaleError(f"{folder / 'config.json'} describes no run")
+    mutated = None if mutate is None else change_one_weight(case.backbone, mutate)
+    family.play(case, keep_pictures)
+    return Report(list(case.recorded.checks.values()), case.recorded.unused, case.pictures, mutated)
+
+
+def change_one_weight(model: torch.nn.Module, name: str = "") -> str:
+    """Move one number of one parameter, so that a comparison that cannot fail is found out."""
+    parameters = dict(model.named_parameters())
+    name = name or next(n for n in parameters if n.endswith("mlp.fc2.weight"))
+    if name not in parameters:
+        raise NextscaleError(f"{type(model).__name__} has no parameter {name!r}")
+    changed = parameters[name].detach().clone()  # the parameter itself may be the mapped file
+    changed.view(-1)[changed.numel() // 2] += 1
+    parameters[name].data = changed
+    return name

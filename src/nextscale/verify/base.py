@@ -1,0 +1,207 @@
+"""Comparing our models with recorded tensors of the official code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nextscale.checkpoints.files import StateFile, open_states
+from nextscale.draws import OfficialDraws
+from nextscale.errors import NextscaleError, choices
+from nextscale.loop import ScaleEnd, generate
+from nextscale.methods.base import Context, Policy
+from nextscale.models.base import Backbone
+from nextscale.sampling import Sampling
+from nextscale.schedule import Schedule
+from nextscale.tokenizers.base import ImageTokenizer
+from nextscale.trace import Trace, TracedImage
+
+TOLERANCE = 1e-3
+# Smoothed sampling divides by a temperature down to 0.0135, which turns rounding noise of the logits into
+# differences of the map; left alone, these grow from scale to scale. (The official code, run on another CPU than
+# the one that recorded it, is off by 5e-3 at the last of 6 scales.) So each scale starts from the recorded map.
+SMOOTHED = 3e-3
+
+
+@dataclass
+class Check:
+    """One quantity of one run over all its scales. Integers must be equal, floats within the tolerance."""
+
+    quantity: str
+    tolerance: float  # 0 = must be equal: tokens and bits
+    error: float = 0.0  # largest absolute difference
+    tensors: int = 0
+    first_off: str = ""  # the first tensor that differs too much
+
+    @property
+    def ok(self) -> bool:
+        return self.tensors > 0 and not self.first_off
+
+    def add(self, name: str, ours: Tensor, theirs: Tensor) -> None:
+        self.tensors += 1
+        if ours.shape != theirs.shape:
+            self.error = float("inf")
+            self.first_off = self.first_off or f"{name}: shape {list(ours.shape)}, recorded {list(theirs.shape)}"
+            return
+        difference = (ours.double() - theirs.double()).abs().max().item() if ours.numel() else 0.0
+        self.error = max(self.error, difference)
+        if not difference <= self.tolerance and not self.first_off:  # NaN is off, too
+            self.first_off = name
+
+
+@dataclass
+class Recorded:
+    """The tensors of a case and which of them have been compared."""
+
+    tensors: Mapping[str, Tensor]
+    used: set[str] = field(default_factory=set)
+    checks: dict[str, Check] = field(default_factory=dict)
+
+    def get(self, name: str) -> Tensor:
+        """An input."""
+        if name not in self.tensors:
+            raise NextscaleError(f"the case lacks the recorded tensor {name!r}")
+        self.used.add(name)
+        return self.tensors[name]
+
+    def compare(
+        self, name: str, ours: Tensor, tolerance: float = TOLERANCE, rows: bool = False, required: bool = False
+    ) -> None:
+        """Against the tensor of that name, if it was recorded; `rows`: over the rows that both have."""
+        theirs = self.get(name) if required else self.tensors.get(name)
+        if theirs is None:
+            return
+        self.used.add(name)
+        if rows:
+            both = min(len(ours), len(theirs))
+            ours, theirs = ours[:both], theirs[:both]
+        head, _, last = name.rpartition(".")
+        quantity = head if last.isdigit() else name
+        if quantity not in self.checks:
+            self.checks[quantity] = Check(quantity, tolerance)
+        self.checks[quantity].add(name, ours, theirs)
+
+    @property
+    def unused(self) -> list[str]:
+        return [name for name in self.tensors if name not in self.used]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One sampling run of a case."""
+
+    name: str
+    condition: Any
+    images: int
+    sampling: Sampling
+    generator: torch.Generator
+    tokens_name: str  # "tokens" or "bits"
+    finish: Callable[[Tensor], dict[str, tuple[Tensor, float]]]  # decoder output -> what was recorded of it
+    tolerance: float = TOLERANCE
+
+
+@dataclass
+class Case:
+    folder: Path
+    backbone: Backbone
+    tokenizer: ImageTokenizer
+    schedule: Schedule
+    runs: list[RecordedRun]
+    recorded: Recorded
+    pictures: dict[str, list[Tensor]] = field(default_factory=dict)  # per run, after each scale [B, 3, H, W]
+
+    def play(self, run: RecordedRun, keep_pictures: bool = False) -> list[Tensor]:
+        """Run it, comparing scale by scale. Returns the maps after each scale."""
+        maps: list[Tensor] = []
+
+        def compare(end: ScaleEnd) -> Tensor | None:
+            def with_record(what: str, ours: Tensor, tolerance: float = run.tolerance, **options: bool) -> None:
+                self.recorded.compare(f"{run.name}.{what}.{end.scale.index}", ours, tolerance, **options)
+
+            # Both branches run here until the last guided scale; the original may have run more or fewer rows.
+            with_record("hidden", end.hidden, rows=True)
+            with_record("logits_raw", end.raw_logits.flatten(2), rows=True)
+            with_record("logits", end.logits)
+            with_record(run.tokens_name, end.tokens, tolerance=0, required=True)
+            with_record("f_hat", end.features)
+            if keep_pictures:
+                self.pictures.setdefault(run.name, []).append(end.decode())
+            theirs = self.recorded.tensors.get(f"{run.name}.f_hat.{end.scale.index}")
+            resumed = theirs if run.sampling.smooth else None
+            maps.append(end.features if resumed is None else resumed)
+            return resumed
+
+        context = Context(run.images, self.schedule, run.sampling, self.backbone.depth, self.backbone.parts)
+        who = [TracedImage(None)] * run.images
+        generate(
+            self.backbone,
+            self.tokenizer,
+            run.condition,
+            self.schedule,
+            run.sampling,
+            OfficialDraws(run.generator),
+            Policy(context),
+            run.images,
+            Trace(self.backbone, self.schedule, who, run.sampling.guided_until, {}),
+            on_scale_end=compare,
+        )
+        for name, (ours, allowed) in run.finish(self.tokenizer.decode(maps[-1])).items():
+            self.recorded.compare(f"{run.name}.{name}", ours, tolerance=allowed)
+        return maps
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise NextscaleError(f"{path.parent} is no recorded case: it has no {path.name}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise NextscaleError(f"{path} is not readable JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise NextscaleError(f"{path} must hold a JSON object")
+    return content
+
+
+def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    if not isinstance(value, dict):
+        raise NextscaleError(f"config.json needs an object {name!r}")
+    return value
+
+
+class Arguments:
+    """The arguments of one section of a case: each must be known, and is taken once."""
+
+    def __init__(self, where: str, values: Mapping[str, Any], without_effect: Iterable[str] = ()) -> None:
+        self.where, self.values = where, dict(values)
+        self.without_effect = set(without_effect)
+
+    def take(self, name: str, *default: Any) -> Any:
+        if name not in self.values and not default:
+            raise NextscaleError(f"{self.where} lacks the argument {name!r}")
+        return self.values.pop(name, *default)
+
+    def only(self, name: str, value: Any) -> None:
+        """An argument that exists in the official code, and of which we have one value."""
+        found = self.values.pop(name, value)
+        if found != value:
+            raise NextscaleError(f"{self.where} has {name} = {found!r}, but only {value!r} is supported")
+
+    def done(self) -> None:
+        if unknown := [name for name in self.values if name not in self.without_effect]:
+            raise NextscaleError(f"{self.where} has the unknown argument {choices(map(repr, unknown))}")
+
+
+def one_state(path: Path) -> StateFile:
+    return open_states(path)[0]
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    state = one_state(path)
+    return state.tensors(list(state.infos))

@@ -1,0 +1,183 @@
+"""Recorded cases of Infinity."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nextscale.checkpoints.load import load_official
+from nextscale.errors import NextscaleError, choices
+from nextscale.guidance import per_scale
+from nextscale.models.infinity import Infinity, InfinityConfig, TextCondition, rotary_table
+from nextscale.sampling import Sampling
+from nextscale.schedule import INFINITY_GRIDS, Schedule
+from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
+from nextscale.verify.base import TOLERANCE, Arguments, Case, Recorded, RecordedRun, one_state, section
+
+ROUNDED = "io_ca_bf16.safetensors"  # the greedy run with cross-attention rounded to bfloat16
+# There, float32 noise that crosses a rounding boundary becomes a step of 1/256. The official code on another
+# CPU than the recording one is off by 7e-3; forgetting the rounding is off by 0.17.
+ROUNDED_TOLERANCE = 5e-2
+
+_TRAINING = ("pn", "add_lvl_embeding_only_first_block", "drop_path_rate", "cond_drop_rate", "rand_uncond", "customized_flash_attn")
+
+
+def _tokenizer_config(values: dict[str, Any], patchify: bool) -> BSQConfig:
+    a = Arguments("vae", values)
+    config = BSQConfig(
+        code_dim=a.take("codebook_dim"),
+        channels=a.take("base_ch"),
+        multipliers=tuple(a.take("ch_mult")),
+        residual_blocks=a.take("num_res_blocks", 2),
+        patchify=patchify,
+    )
+    a.only("patch_size", 2 ** (len(config.multipliers) - 1))
+    a.done()
+    return config
+
+
+def _backbone_config(values: dict[str, Any], tokenizer: BSQConfig) -> InfinityConfig:
+    a = Arguments("transformer", values, _TRAINING)
+    a.only("rope2d_normalized_by_hw", 2)
+    a.only("shared_aln", True)
+    a.only("cos_attn", True)
+    a.take("block_chunks", 1)  # shapes only the names in the file
+    a.take("apply_spatial_patchify", 0)
+    width, text_dim = a.take("embed_dim"), a.take("text_channels")
+    config = InfinityConfig(
+        depth=a.take("depth"),
+        width=width,
+        heads=a.take("num_heads"),
+        bits=tokenizer.code_dim * (4 if tokenizer.patchify else 1),
+        hidden=round(width * a.take("mlp_ratio", 4) / 256) * 256,
+        text_dim=text_dim,
+        text_length=a.take("text_maxlen"),
+        levels=a.take("num_level_embeddings", 15),
+        pool_heads=text_dim // (128 if width <= 4096 else 64),
+        eps=a.take("norm_eps", 1e-6),
+    )
+    a.done()
+    return config
+
+
+def _schedule(config: dict[str, Any]) -> Schedule:
+    ratio = config.get("h_div_w_template", 1.0)
+    if ratio not in INFINITY_GRIDS:
+        raise NextscaleError(f"h_div_w_template {ratio!r} is no row of the table; allowed: {choices(INFINITY_GRIDS)}")
+    try:
+        grids = tuple((int(h), int(w)) for _, h, w in config["scale_schedule"])
+    except (KeyError, TypeError, ValueError):
+        raise NextscaleError("config.json needs 'scale_schedule', a list of [1, h, w]") from None
+    return Schedule(grids, frame=INFINITY_GRIDS[ratio][-1], aspect_ratio=ratio)
+
+
+def _text(recorded: Recorded, prefix: str) -> list[Tensor]:
+    lengths = recorded.get(f"{prefix}_lens").tolist()
+    return list(recorded.get(f"{prefix}_features").float().split(lengths))
+
+
+def _run(name: str, values: Any, recorded: Recorded, scales: int, depth: int) -> RecordedRun:
+    if not isinstance(values, dict):
+        raise NextscaleError(f"runs.{name} must be an object of arguments")
+    a = Arguments(f"runs.{name}", values, ("record", "text", "negative_text"))  # the text itself is recorded
+    negative = _text(recorded, f"{name}.negative_text") if values.get("negative_text") else None
+    condition = TextCondition(_text(recorded, f"{name}.text"), negative)
+    layers = tuple(a.take("cfg_insertion_layer", [0]))
+    if any(layer > 1 or depth + layer <= 0 for layer in layers):
+        raise NextscaleError(f"runs.{name} has cfg_insertion_layer {list(layers)}; allowed: 1 to {1 - depth}")
+    top_k = a.take("top_k", 0)
+    sampling = Sampling(
+        guidance=per_scale(a.take("cfg_list"), scales, f"runs.{name}.cfg_list"),
+        temperature=per_scale(a.take("tau_list"), scales, f"runs.{name}.tau_list"),
+        progress=(0.0,) * scales,
+        top_k=(top_k,) * scales,
+        top_p=a.take("top_p", 0.0),
+        guidance_layers=tuple(n for n in layers if n <= 0),  # 1 is accepted by the official code and does nothing
+    )
+    generator = torch.Generator().manual_seed(a.take("g_seed"))
+    a.done()
+
+    def finish(image: Tensor) -> dict[str, tuple[Tensor, float]]:
+        bgr = image.add(1).div(2).mul(255).to(torch.uint8).flip(1).permute(0, 2, 3, 1)
+        return {"image": (image, TOLERANCE), "image_uint8_bgr": (bgr, 1)}  # rounding may cross an integer
+
+    return RecordedRun(name, condition, len(condition.text), sampling, generator, "bits", finish)
+
+
+def open_case(folder: Path, config: dict[str, Any], recorded: Recorded) -> Case:
+    patchify = bool(section(config, "transformer").get("apply_spatial_patchify", 0))
+    bsq = _tokenizer_config(section(config, "vae"), patchify)
+    infinity = _backbone_config(section(config, "transformer"), bsq)
+    backbone = load_official([one_state(folder / "state.safetensors")], ("infinity",), config=infinity)
+    tokenizer = load_official([one_state(folder / "vae.safetensors")], ("bsq",), config=bsq)
+    assert isinstance(backbone, Infinity)
+    assert isinstance(tokenizer, BSQTokenizer)
+    schedule = _schedule(config)
+    runs = [_run(n, v, recorded, len(schedule), infinity.depth) for n, v in section(config, "runs").items()]
+    return Case(folder, backbone, tokenizer, schedule, runs, recorded)
+
+
+def play(case: Case, keep_pictures: bool) -> None:
+    recorded = case.recorded
+    for run in case.runs:
+        maps = case.play(run, keep_pictures)
+        _text_tensors(case, run)
+        if run.name == "greedy" and "tf.logits" in recorded.tensors:
+            _teacher_forced(case, run, maps)
+    if "rope.cos" in recorded.tensors:
+        _rotary(case)
+    if "vae.image" in recorded.tensors:
+        _tokenizer(case)
+    if any(name.startswith(ROUNDED) for name in recorded.tensors):
+        _rounded(case)
+
+
+def _text_tensors(case: Case, run: RecordedRun) -> None:
+    with torch.inference_mode():
+        pooled, memory, _, lengths = case.backbone.read_text(run.condition, run.sampling.guided_until > 0)
+    packed = torch.cat([row[:n] for row, n in zip(memory, lengths, strict=True)])
+    case.recorded.compare(f"{run.name}.cond", pooled, rows=True)
+    case.recorded.compare(f"{run.name}.text_kv", packed, rows=True)
+
+
+def _teacher_forced(case: Case, run: RecordedRun, maps: list[Tensor]) -> None:
+    """One masked pass over the greedy maps must give what was generated scale by scale."""
+    inputs = [None] + [case.tokenizer.inputs(m, s) for m, s in zip(maps, list(case.schedule)[1:], strict=False)]
+    with torch.inference_mode():
+        state = case.backbone.begin(run.condition, case.schedule, guided=False)
+        logits = case.backbone.teacher_forced(state, inputs, case.schedule)
+    case.recorded.compare("tf.logits", logits.flatten(2))
+
+
+def _rotary(case: Case) -> None:
+    table = rotary_table(case.backbone.head_dim, case.schedule)
+    case.recorded.compare("rope.cos", table[..., 0])
+    case.recorded.compare("rope.sin", table[..., 1])
+
+
+def _tokenizer(case: Case) -> None:
+    recorded, tokenizer = case.recorded, case.tokenizer
+    encoded = tokenizer.encode(recorded.get("vae.image"), case.schedule)
+    recorded.compare("vae.h", encoded.features)
+    for scale, bits in zip(case.schedule, encoded.tokens, strict=True):
+        latent = tokenizer.to_map(bits.float(), scale.grid).permute(0, 2, 3, 1)
+        recorded.compare(f"vae.bits.{scale.index}", latent, tolerance=0, required=True)
+    recorded.compare("vae.z", encoded.maps[-1])
+    recorded.compare("vae.recon", tokenizer.decode(encoded.maps[-1]))
+
+
+def _rounded(case: Case) -> None:
+    """Once more, with the rounding that the official code applies even in a float32 run."""
+    config = dataclasses.replace(case.backbone.config, round_cross_attention=True)
+    rounded = Infinity(config).eval().requires_grad_(False)
+    rounded.load_state_dict(case.backbone.state_dict())
+    for run in case.runs:
+        if any(name.startswith(f"{ROUNDED}/{run.name}.") for name in case.recorded.tensors):
+            generator = torch.Generator().manual_seed(run.generator.initial_seed())
+            again = dataclasses.replace(run, name=f"{ROUNDED}/{run.name}", generator=generator, tolerance=ROUNDED_TOLERANCE)
+            case.recorded.used.add(f"{again.name}.text_lens")  # the same text
+            dataclasses.replace(case, backbone=rounded).play(again)
