@@ -9,13 +9,10 @@ import torch
 from torch import nn
 
 from nextscale.checkpoints.files import StateFile
-from nextscale.checkpoints.infer import infer_config
-from nextscale.checkpoints.keys import FAMILY_NAMES, family_of, rename
+from nextscale.checkpoints.keys import FAMILY_NAMES, family_of
 from nextscale.errors import NextscaleError, choices
-from nextscale.models.base import Backbone
 from nextscale.models.infinity import Infinity
 from nextscale.models.var import VAR
-from nextscale.tokenizers.base import ImageTokenizer
 from nextscale.tokenizers.bsq import BSQTokenizer
 from nextscale.tokenizers.vq import VQTokenizer
 
@@ -36,21 +33,6 @@ def pick(states: list[StateFile], families: tuple[str, ...]) -> tuple[str, State
     have = [FAMILY_NAMES[f] if f else "a state dict of no known model" for f, _ in found]
     want = " or ".join(FAMILY_NAMES[f] for f in families)
     raise NextscaleError(f"{states[0].path} holds {' and '.join(dict.fromkeys(have))}, but {want} is needed")
-
-
-def load_official(
-    states: list[StateFile],
-    families: tuple[str, ...],
-    dtype: torch.dtype | None = torch.float32,
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    progress: Progress | None = None,
-) -> Backbone | ImageTokenizer:
-    """A module of ours with the weights of an official state dict; its shapes tell the configuration."""
-    family, state = pick(states, families)
-    names = rename(family, state.infos)
-    config = infer_config(family, state, names) if config is None else config
-    return build(CLASSES[family], config, state, names, dtype, device, progress)
 
 
 def build(

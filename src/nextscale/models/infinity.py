@@ -174,7 +174,7 @@ class Infinity(Backbone):
         mask = None
         if (lengths != lengths[0]).any():
             mask = (torch.arange(text.shape[1], device=self.device) < lengths[:, None])[:, None, None]
-        text = text * torch.rsqrt(text.square().mean(-1, keepdim=True) + 1e-6) * self.text_norm
+        text = text * torch.rsqrt(text.square().mean(-1, keepdim=True) + self.config.eps) * self.text_norm
         condition_vector = self.text_pool(None, *self.text_pool.keys(text), mask).squeeze(1).float()
         return condition_vector, self.text_proj(text.to(self.dtype)), mask, lengths
 

@@ -58,7 +58,7 @@ class VAR(Backbone):
         self.depth, self.width, self.heads = config.depth, config.width, config.heads
         width, tokens = config.width, sum(s * s for s in config.sides)
         self.class_embed = nn.Embedding(config.classes + 1, width)  # the last row is "no class"
-        self.start_position = nn.Parameter(torch.zeros(1, 1, width))
+        self.start_position = nn.Parameter(torch.zeros(1, config.sides[0] ** 2, width))
         self.position = nn.Parameter(torch.zeros(1, tokens, width))
         self.level_embed = nn.Embedding(len(config.sides), width)
         self.word_embed = nn.Linear(config.code_dim, width)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.checkpoints.files import StateFile, open_states
+from nextscale.checkpoints.files import open_states
 from nextscale.draws import OfficialDraws
 from nextscale.errors import NextscaleError, choices
 from nextscale.loop import ScaleEnd, generate
@@ -198,10 +198,6 @@ class Arguments:
             raise NextscaleError(f"{self.where} has the unknown argument {choices(map(repr, unknown))}")
 
 
-def one_state(path: Path) -> StateFile:
-    return open_states(path)[0]
-
-
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    state = one_state(path)
+    state = open_states(path)[0]
     return state.tensors(list(state.infos))

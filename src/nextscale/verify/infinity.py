@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.checkpoints.load import load_official
+from nextscale.checkpoints.files import open_states
+from nextscale.checkpoints.pretrained import official_part
 from nextscale.errors import NextscaleError, choices
 from nextscale.guidance import per_scale
 from nextscale.models.infinity import Infinity, InfinityConfig, TextCondition, rotary_table
 from nextscale.sampling import Sampling
 from nextscale.schedule import INFINITY_GRIDS, Schedule
-from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
-from nextscale.verify.base import TOLERANCE, Arguments, Case, Recorded, RecordedRun, one_state, section
+from nextscale.tokenizers.bsq import BSQConfig
+from nextscale.verify.base import TOLERANCE, Arguments, Case, Recorded, RecordedRun, section
 
 ROUNDED = "io_ca_bf16.safetensors"  # the greedy run with cross-attention rounded to bfloat16
 # There, float32 noise that crosses a rounding boundary becomes a step of 1/256. The official code on another
 # CPU than the recording one is off by 7e-3; forgetting the rounding is off by 0.17.
 ROUNDED_TOLERANCE = 5e-2
 
-_TRAINING = ("pn", "add_lvl_embeding_only_first_block", "drop_path_rate", "cond_drop_rate", "rand_uncond", "customized_flash_attn")
+_TRAINING = ("pn", "drop_path_rate", "cond_drop_rate", "rand_uncond", "customized_flash_attn")
 
 
 def _tokenizer_config(values: dict[str, Any], patchify: bool) -> BSQConfig:
@@ -45,6 +46,7 @@ def _backbone_config(values: dict[str, Any], tokenizer: BSQConfig) -> InfinityCo
     a.only("rope2d_normalized_by_hw", 2)
     a.only("shared_aln", True)
     a.only("cos_attn", True)
+    a.only("add_lvl_embeding_only_first_block", 1)
     a.take("block_chunks", 1)  # shapes only the names in the file
     a.take("apply_spatial_patchify", 0)
     width, text_dim = a.take("embed_dim"), a.take("text_channels")
@@ -53,7 +55,7 @@ def _backbone_config(values: dict[str, Any], tokenizer: BSQConfig) -> InfinityCo
         width=width,
         heads=a.take("num_heads"),
         bits=tokenizer.code_dim * (4 if tokenizer.patchify else 1),
-        hidden=round(width * a.take("mlp_ratio", 4) / 256) * 256,
+        hidden=round(width * a.take("mlp_ratio", 4) / 256) * 256 or width,
         text_dim=text_dim,
         text_length=a.take("text_maxlen"),
         levels=a.take("num_level_embeddings", 15),
@@ -112,13 +114,12 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recorded) -> Case:
     patchify = bool(section(config, "transformer").get("apply_spatial_patchify", 0))
     bsq = _tokenizer_config(section(config, "vae"), patchify)
     infinity = _backbone_config(section(config, "transformer"), bsq)
-    backbone = load_official([one_state(folder / "state.safetensors")], ("infinity",), config=infinity)
-    tokenizer = load_official([one_state(folder / "vae.safetensors")], ("bsq",), config=bsq)
-    assert isinstance(backbone, Infinity)
-    assert isinstance(tokenizer, BSQTokenizer)
+    backbone = official_part(open_states(folder / "state.safetensors"), ("infinity",), infinity)
+    tokenizer = official_part(open_states(folder / "vae.safetensors"), ("bsq",), bsq)
     schedule = _schedule(config)
     runs = [_run(n, v, recorded, len(schedule), infinity.depth) for n, v in section(config, "runs").items()]
-    return Case(folder, backbone, tokenizer, schedule, runs, recorded)
+    parts = (p.build(torch.float32, "cpu") for p in (backbone, tokenizer))
+    return Case(folder, *parts, schedule, runs, recorded)
 
 
 def play(case: Case, keep_pictures: bool) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.checkpoints.load import load_official
+from nextscale.checkpoints.files import open_states
+from nextscale.checkpoints.pretrained import official_part
 from nextscale.errors import NextscaleError
 from nextscale.guidance import ramp
-from nextscale.models.var import VAR, VARConfig
+from nextscale.models.var import VARConfig
 from nextscale.sampling import Sampling
 from nextscale.schedule import Schedule
-from nextscale.tokenizers.vq import VQConfig, VQTokenizer
-from nextscale.verify.base import SMOOTHED, TOLERANCE, Arguments, Case, Recorded, RecordedRun, one_state, section
+from nextscale.tokenizers.vq import VQConfig
+from nextscale.verify.base import SMOOTHED, TOLERANCE, Arguments, Case, Recorded, RecordedRun, section
 
 # Only training, or the choice of a kernel, reads these.
 _TRAINING = ("drop_rate", "attn_drop_rate", "drop_path_rate", "cond_drop_rate", "flash_if_available", "fused_if_available")
@@ -62,7 +63,7 @@ def _backbone_config(values: dict[str, Any], tokenizer: VQConfig) -> VARConfig:
 def _run(name: str, values: Any, recorded: Recorded, classes: int, scales: int) -> RecordedRun:
     if not isinstance(values, dict):
         raise NextscaleError(f"runs.{name} must be an object of arguments")
-    a = Arguments(f"runs.{name}", values, ("record",))
+    a = Arguments(f"runs.{name}", values, ("record", "B", "batch"))
     labels = recorded.get(f"{name}.labels").long()
     generator = torch.Generator().manual_seed(a.take("g_seed"))
     if a.take("labels", 0) is None:  # then the official code draws them first
@@ -89,12 +90,11 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recorded) -> Case:
     sides = section(config, "transformer").get("patch_nums", [])
     vq = _tokenizer_config(section(config, "vae"), len(sides))
     var = _backbone_config(section(config, "transformer"), vq)
-    backbone = load_official([one_state(folder / "state.safetensors")], ("var",), config=var)
-    tokenizer = load_official([one_state(folder / "vae.safetensors")], ("vq",), config=vq)
-    assert isinstance(backbone, VAR)
-    assert isinstance(tokenizer, VQTokenizer)
+    backbone = official_part(open_states(folder / "state.safetensors"), ("var",), var)
+    tokenizer = official_part(open_states(folder / "vae.safetensors"), ("vq",), vq)
     runs = [_run(n, v, recorded, var.classes, len(sides)) for n, v in section(config, "runs").items()]
-    return Case(folder, backbone, tokenizer, Schedule.squares(sides), runs, recorded)
+    parts = (p.build(torch.float32, "cpu") for p in (backbone, tokenizer))
+    return Case(folder, *parts, Schedule.squares(sides), runs, recorded)
 
 
 def play(case: Case, keep_pictures: bool) -> None:

@@ -1,0 +1,89 @@
+"""Write a model as one safetensors file and a config."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from nextscale.checkpoints.load import CLASSES, Progress, check
+from nextscale.checkpoints.locate import CONFIG, FORMAT, WEIGHTS
+from nextscale.checkpoints.pretrained import Blueprint, Part, describe
+from nextscale.errors import NextscaleError
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+VERSION = 1
+
+
+def convert(blueprint: Blueprint, out: str | Path, dtype: torch.dtype, progress: Progress | None = None) -> Path:
+    """`out` becomes a folder that `from_pretrained` reads; nothing appears there before it is complete."""
+    out = Path(out)
+    if out.exists():
+        raise NextscaleError(f"{out} exists already; choose a new folder")
+    parts = {"backbone": blueprint.backbone, "tokenizer": blueprint.tokenizer}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        config = {"format": FORMAT, "version": VERSION, **describe(blueprint), "dtype": str(dtype).split(".")[1]}
+        (scratch / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        with (scratch / WEIGHTS).open("wb") as file:
+            _write(file, _entries(parts, dtype), progress)
+        os.chmod(scratch, 0o755)
+        scratch.rename(out)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    return out
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written."""
+
+    part: Part
+    key: str  # in the source
+    name: str  # in the file
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _entries(parts: dict[str, Part], dtype: torch.dtype) -> list[Entry]:
+    entries = []
+    for prefix, part in parts.items():
+        with torch.device("meta"):
+            module = CLASSES[part.family](part.config)
+        check(module, part.state, part.names)
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        for key, name in part.names.items():
+            target = dtype if module.computes_in_dtype(name) else torch.float32
+            entries.append(Entry(part, key, f"{prefix}.{name}", shapes[name], target))
+    return sorted(entries, key=lambda e: -e.dtype.itemsize)  # the wider dtype first, so that all is aligned
+
+
+def _write(file: BinaryIO, entries: list[Entry], progress: Progress | None) -> None:
+    """The safetensors format, a chunk at a time: its own writer wants every tensor in memory at once."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for e in entries:
+        start, end = end, end + e.nbytes
+        header[e.name] = {"dtype": _DTYPES[e.dtype], "shape": list(e.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for (part, dtype), group in itertools.groupby(entries, key=lambda e: (e.part, e.dtype)):
+        for chunk in part.state.chunks([e.key for e in group]):
+            for tensor in chunk.values():
+                file.write(tensor.to(dtype).flatten().view(torch.uint8).numpy().data)
+            if progress:
+                progress(sum(part.state.infos[key].nbytes for key in chunk))

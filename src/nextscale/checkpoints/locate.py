@@ -1,0 +1,170 @@
+"""Where the files of a model are: a registry name, a local file or folder, or a repository on the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nextscale.checkpoints.files import INDEX, SUFFIXES
+from nextscale.errors import NextscaleError, choices
+from nextscale.models.registry import MODELS, ModelSpec, get_model
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+FORMAT = "nextscale"
+
+
+@dataclass(frozen=True)
+class Hub:
+    """How to reach the hub."""
+
+    revision: str | None = None
+    token: str | bool | None = None
+    local_files_only: bool = False
+
+    def fetch(self, repo: str, files: Sequence[str]) -> Path:
+        """A local copy of the first of `files` that the repository has; a name ending in "/" is a folder."""
+        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            GatedRepoError,
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
+        options: dict[str, Any] = {
+            "revision": self.revision,
+            "token": self.token,
+            "local_files_only": self.local_files_only,
+        }
+        where = f"the hub repository {repo!r}"
+        try:
+            for name in files:
+                try:
+                    if name.endswith("/"):
+                        folder = Path(snapshot_download(repo, allow_patterns=[f"{name}*"], **options)) / name
+                        if (folder / INDEX).exists():
+                            return folder
+                    else:
+                        return Path(hf_hub_download(repo, name, **options))
+                except EntryNotFoundError as error:
+                    if isinstance(error, LocalEntryNotFoundError) and name == files[-1]:
+                        raise
+        except LocalEntryNotFoundError:
+            reason = "downloads are switched off" if self.local_files_only else "the hub cannot be reached"
+            raise NextscaleError(f"{files[0]} of {where} is not in the local cache, and {reason}") from None
+        except GatedRepoError:
+            raise NextscaleError(f"{where} is gated: accept its terms on the hub and pass token=") from None
+        except RepositoryNotFoundError:
+            raise NextscaleError(f"{where} does not exist, or is private and needs token=") from None
+        except RevisionNotFoundError:
+            raise NextscaleError(f"{where} has no revision {self.revision!r}") from None
+        except HFValidationError:
+            raise NextscaleError(
+                f"{repo!r} is neither a model name, nor a local path, nor a hub repository like 'owner/name'; "
+                f"model names: {choices(MODELS)}"
+            ) from None
+        except (HfHubHTTPError, OSError) as error:
+            raise NextscaleError(f"{where} could not be read: {str(error).splitlines()[0]}") from None
+        raise NextscaleError(f"{where} has no {' or '.join(files)}")
+
+
+@dataclass(frozen=True)
+class Files:
+    """What was found. `weights` and `tokenizer` may be the same file (a training checkpoint)."""
+
+    spec: ModelSpec | None  # None: told by the shapes in the file
+    weights: Path
+    tokenizer: Path | None  # None: inside `weights`
+    converted: dict[str, Any] | None = None  # the config of a file that `nextscale convert` wrote
+
+
+def locate(source: str | Path, model: str | None, vae: str | Path | None, hub: Hub) -> Files:
+    spec = None if model is None else get_model(model)
+    path = Path(source).expanduser()
+    if path.exists():
+        return _local(path, spec, vae, hub)
+    name = str(source)
+    if name in MODELS:
+        if spec is not None and spec.name != name:
+            raise NextscaleError(f"source {name!r} and model={model!r} contradict each other")
+        return _from_hub(MODELS[name].repo, MODELS[name], vae, hub)
+    if isinstance(source, Path) or path.suffix in SUFFIXES or name.startswith((".", "/", "~")):
+        raise NextscaleError(f"{source} does not exist")
+    if "/" not in name:
+        raise NextscaleError(
+            f"unknown model {name!r}; allowed: {choices(MODELS)}, a local file or folder, or a hub repository"
+        )
+    return _from_hub(name, spec, vae, hub)
+
+
+def _from_hub(repo: str, spec: ModelSpec | None, vae: str | Path | None, hub: Hub) -> Files:
+    if spec is None:
+        official = [s.name for s in MODELS.values() if s.repo == repo]
+        if official:
+            raise NextscaleError(f"the hub repository {repo!r} holds several models; choose model= from {choices(official)}")
+        config = hub.fetch(repo, (CONFIG,))
+        converted = read_converted(config)
+        if converted is None:
+            raise NextscaleError(
+                f"the hub repository {repo!r} is neither one of the official ones "
+                f"({choices(dict.fromkeys(s.repo for s in MODELS.values()))}) nor written by 'nextscale convert'"
+            )
+        return Files(None, hub.fetch(repo, (WEIGHTS,)), None, converted)
+    weights = hub.fetch(repo, (spec.weights,))
+    return Files(spec, weights, _tokenizer(vae, spec, [], hub) or hub.fetch(repo, spec.tokenizer_files))
+
+
+def _local(path: Path, spec: ModelSpec | None, vae: str | Path | None, hub: Hub) -> Files:
+    if path.is_dir():
+        converted = read_converted(path / CONFIG)
+        if converted is not None:
+            return Files(None, path / WEIGHTS, None, converted)
+        if not any((path / name).exists() for name in (INDEX, WEIGHTS)):
+            spec, path = _inside_folder(path, spec)
+    if spec is None:
+        named = [s for s in MODELS.values() if s.weights.rstrip("/") == path.name]
+        spec = named[0] if named else None
+    return Files(spec, path, _tokenizer(vae, spec, [path.parent, path], hub))
+
+
+def _inside_folder(folder: Path, spec: ModelSpec | None) -> tuple[ModelSpec, Path]:
+    """A local copy of an official repository."""
+    specs = MODELS.values() if spec is None else (spec,)
+    found = [s for s in specs if (folder / s.weights).exists()]
+    if not found:
+        wanted = choices(dict.fromkeys(s.weights for s in specs))
+        raise NextscaleError(f"{folder} holds no model: looked for {INDEX}, a converted {CONFIG}, {wanted}")
+    if len(found) > 1:
+        raise NextscaleError(f"{folder} holds several models; choose model= from {choices(s.name for s in found)}")
+    return found[0], folder / found[0].weights
+
+
+def _tokenizer(vae: str | Path | None, spec: ModelSpec | None, folders: list[Path], hub: Hub) -> Path | None:
+    """The tokenizer's file: as given, or by its published name beside the weights."""
+    if vae is not None:
+        path = Path(vae).expanduser()
+        if path.exists():
+            return path
+        if spec is not None and "/" in str(vae) and not path.suffix:
+            return hub.fetch(str(vae), spec.tokenizer_files)
+        raise NextscaleError(f"the tokenizer file {vae} does not exist")
+    specs = MODELS.values() if spec is None else (spec,)
+    names = dict.fromkeys(name for s in specs for name in s.tokenizer_files)
+    found = [folder / name for folder in folders for name in names if (folder / name).is_file()]
+    return found[0] if len(found) == 1 or (found and spec) else None
+
+
+def read_converted(path: Path) -> dict[str, Any] | None:
+    """The config that `nextscale convert` wrote; None if this is some other config, or none at all."""
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return None
+    return config if isinstance(config, dict) and config.get("format") == FORMAT else None

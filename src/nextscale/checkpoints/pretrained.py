@@ -1,0 +1,187 @@
+"""From files to a model that is ready to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nextscale.checkpoints.files import StateFile, open_states
+from nextscale.checkpoints.infer import infer_config
+from nextscale.checkpoints.keys import rename
+from nextscale.checkpoints.load import BACKBONES, CLASSES, TOKENIZERS, Progress, build, pick
+from nextscale.checkpoints.locate import Files
+from nextscale.errors import NextscaleError, choices
+from nextscale.models.base import Backbone
+from nextscale.models.infinity import InfinityConfig
+from nextscale.models.registry import MODELS, Defaults, ModelSpec
+from nextscale.models.var import VARConfig
+from nextscale.tokenizers.base import ImageTokenizer
+from nextscale.tokenizers.bsq import BSQConfig
+from nextscale.tokenizers.vq import VQConfig
+
+TOKENIZER_OF = {"var": "vq", "infinity": "bsq"}
+CONFIGS: dict[str, Any] = {"var": VARConfig, "infinity": InfinityConfig, "vq": VQConfig, "bsq": BSQConfig}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module that can be built: which, and from which tensors."""
+
+    family: str
+    config: Any
+    state: StateFile
+    names: dict[str, str]  # key in the file -> our parameter
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.state.infos[key].nbytes for key in self.names)
+
+    def build(self, dtype: torch.dtype | None, device: torch.device | str, progress: Progress | None = None) -> Any:
+        return build(CLASSES[self.family], self.config, self.state, self.names, dtype, device, progress)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A whole model, every shape known and no tensor read yet."""
+
+    spec: ModelSpec
+    backbone: Part
+    tokenizer: Part
+
+    @property
+    def nbytes(self) -> int:
+        return self.backbone.nbytes + self.tokenizer.nbytes
+
+    def build(
+        self, dtype: torch.dtype | None, device: torch.device | str, progress: Progress | None = None
+    ) -> tuple[Backbone, ImageTokenizer]:
+        return self.backbone.build(dtype, device, progress), self.tokenizer.build(dtype, device, progress)
+
+
+def read(files: Files) -> Blueprint:
+    if files.converted is not None:
+        return _converted(files.weights, files.converted)
+    states = open_states(files.weights)
+    backbone = official_part(states, BACKBONES)
+    want = (TOKENIZER_OF[backbone.family],)
+    if files.tokenizer is not None:
+        tokenizer = official_part(open_states(files.tokenizer), want)
+    else:
+        try:
+            tokenizer = official_part(states, want)
+        except NextscaleError:
+            raise NextscaleError(
+                f"{files.weights} holds no tokenizer, and none was found beside it; pass vae= with the file of "
+                f"the tokenizer, e.g. {choices(_tokenizer_names(backbone, files.spec))}"
+            ) from None
+    return assemble(backbone, tokenizer, files.spec, files.weights)
+
+
+def _tokenizer_names(backbone: Part, spec: ModelSpec | None) -> list[str]:
+    specs = [s for s in MODELS.values() if s.family == backbone.family] if spec is None else [spec]
+    return list(dict.fromkeys(s.tokenizer_files[0] for s in specs))
+
+
+def official_part(states: list[StateFile], families: tuple[str, ...], config: Any = None) -> Part:
+    """A module with the official weights; unless given, its configuration is told by their shapes."""
+    family, state = pick(states, families)
+    names = rename(family, state.infos)
+    return Part(family, infer_config(family, state, names) if config is None else config, state, names)
+
+
+def assemble(backbone: Part, tokenizer: Part, spec: ModelSpec | None, source: Path | str) -> Blueprint:
+    """Check that the two belong together, and find out which published model they are."""
+    if backbone.family == "infinity":
+        tokenizer = _with_patchify(backbone, tokenizer)
+    elif (backbone.config.vocabulary, backbone.config.code_dim) != (
+        tokenizer.config.vocabulary,
+        tokenizer.config.code_dim,
+    ):
+        b, t = backbone.config, tokenizer.config
+        raise NextscaleError(
+            f"the transformer predicts {b.vocabulary} codes of width {b.code_dim}, but the tokenizer "
+            f"{tokenizer.state.path} has {t.vocabulary} of width {t.code_dim}"
+        )
+    if spec is not None and spec.backbone != backbone.config:
+        known = [s.name for s in MODELS.values() if s.backbone == backbone.config]
+        c = backbone.config
+        what = choices(known) if known else f"{backbone.family} of depth {c.depth} and width {c.width}"
+        raise NextscaleError(f"{source} holds {what}, not {spec.name}")
+    return Blueprint(spec or spec_of(backbone.config, tokenizer.config, str(source)), backbone, tokenizer)
+
+
+def _with_patchify(backbone: Part, tokenizer: Part) -> Part:
+    bits, channels = backbone.config.bits, tokenizer.config.code_dim
+    if bits not in (channels, 4 * channels):
+        raise NextscaleError(
+            f"the transformer predicts {bits} bits per token, which does not fit the {channels} channels of the "
+            f"tokenizer {tokenizer.state.path} (nor 4 x {channels} with 2 x 2 cells per token)"
+        )
+    config = dataclasses.replace(tokenizer.config, patchify=bits == 4 * channels)
+    return dataclasses.replace(tokenizer, config=config)
+
+
+def spec_of(backbone: Any, tokenizer: Any, source: str) -> ModelSpec:
+    """The published model with this configuration, or a description of an unpublished one."""
+    for spec in MODELS.values():
+        if spec.backbone == backbone:
+            return spec
+    family = "var" if isinstance(backbone, VARConfig) else "infinity"
+    like = MODELS["var-d16" if family == "var" else "infinity-2b"]
+    return dataclasses.replace(
+        like,
+        name=Path(source).stem or family,
+        backbone=backbone,
+        tokenizer=tokenizer,
+        repo="",
+        weights="",
+        tokenizer_files=(),
+        notes="",
+    )
+
+
+def describe(blueprint: Blueprint) -> dict[str, Any]:
+    """The config.json of a converted model."""
+    spec = blueprint.spec
+    return {
+        "family": blueprint.backbone.family,
+        "model": spec.name,
+        "backbone": dataclasses.asdict(blueprint.backbone.config),
+        "tokenizer": dataclasses.asdict(blueprint.tokenizer.config),
+        "defaults": dataclasses.asdict(spec.defaults),
+        "pixel_budget": spec.pixel_budget,
+        "text_encoder": spec.text_encoder,
+    }
+
+
+def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
+    where = weights.with_name("config.json")
+    try:
+        family = config["family"]
+        configs = {
+            "backbone": _dataclass(CONFIGS[family], config["backbone"]),
+            "tokenizer": _dataclass(CONFIGS[TOKENIZER_OF[family]], config["tokenizer"]),
+        }
+        spec = dataclasses.replace(
+            spec_of(configs["backbone"], configs["tokenizer"], config["model"]),
+            name=config["model"],
+            defaults=Defaults(**config["defaults"]),
+            pixel_budget=config["pixel_budget"],
+            text_encoder=config["text_encoder"],
+        )
+    except (KeyError, TypeError) as error:
+        raise NextscaleError(f"{where} is not a config of this version of nextscale: {error}") from None
+    state = open_states(weights)[0]
+    parts = []
+    for prefix, of in (("backbone", family), ("tokenizer", TOKENIZER_OF[family])):
+        names = {key: key.removeprefix(f"{prefix}.") for key in state.infos if key.startswith(f"{prefix}.")}
+        parts.append(Part(of, configs[prefix], state, names))
+    return Blueprint(spec, *parts)
+
+
+def _dataclass(cls: Any, values: dict[str, Any]) -> Any:
+    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})

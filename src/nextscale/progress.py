@@ -1,0 +1,23 @@
+"""Progress bars on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def bar(text: str, total: int, show: bool | None, data: bool = False) -> Iterator[Callable[[int], None]]:
+    """Yields a function that advances the bar. `show=None`: only where somebody can see it."""
+    if not (sys.stderr.isatty() if show is None else show):
+        yield lambda step: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    size = DownloadColumn(binary_units=True) if data else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), size, TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(text, total=total)
+        yield lambda step: progress.advance(task, step)
