@@ -58,8 +58,12 @@ class OfficialDraws:
 
     def categorical(self, probs: Tensor, scale: int, images: Sequence[int]) -> Tensor:
         flat = probs.reshape(-1, probs.shape[-1])
+        if self.generator is not None:
+            flat = flat.to(self.generator.device)
         index = torch.multinomial(flat, 1, replacement=True, generator=self.generator)
-        return index.view(probs.shape[:-1])
+        return index.view(probs.shape[:-1]).to(probs.device)
 
     def gumbel(self, like: Tensor, scale: int, images: Sequence[int]) -> Tensor:
-        return -torch.empty_like(like).exponential_(generator=self.generator).log()
+        device = like.device if self.generator is None else self.generator.device
+        noise = torch.empty_like(like, device=device).exponential_(generator=self.generator)
+        return -noise.log().to(like.device)

@@ -86,7 +86,14 @@ def generate(
         run.store(rows, tokenizer.add(features, codes, scale, schedule), drawn.tokens)
         trace.ran(scale, rows, stats, state)
         end = ScaleEnd(
-            scale, rows.which, run.features, drawn.tokens, logits, raw, x, lambda: tokenizer.decode(run.features)
+            scale,
+            rows.which,
+            run.features,
+            drawn.tokens,
+            logits,
+            raw,
+            x,
+            lambda: tokenizer.decode(run.features),
         )
         answer = on_scale_end(end)
         if isinstance(answer, Tensor):

@@ -14,7 +14,14 @@ def bar(text: str, total: int, show: bool | None, data: bool = False) -> Iterato
         yield lambda step: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     size = DownloadColumn(binary_units=True) if data else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), size, TimeElapsedColumn())

@@ -90,12 +90,12 @@ class Run:
             tuple(i for i in left.which if actions[i] == "run"),
             tuple(i for i in left.unconditional if actions[i] == "run"),
         )
-        index = None if active == left else _places(active, left).to(self.features.device)
+        chosen = None if active == left else _places(active, left).to(self.features.device)
         for cache in self.kv:
-            cache.active = index
+            cache.active = chosen
         if active.all:
             self.reserve(plan.capacity)
-        return active, self.state if index is None else self.state.take(index)
+        return active, self.state if chosen is None else self.state.take(chosen)
 
     def features_of(self, images: Sequence[int]) -> Tensor:
         """The feature maps of some images."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from nextscale.draws import Draws
 from nextscale.errors import NextscaleError
+from nextscale.guidance import per_scale
 from nextscale.schedule import Scale
 
 if TYPE_CHECKING:
@@ -31,12 +33,35 @@ class Sampling:
     guidance_layers: tuple[int, ...] = (0,)  # 0 = on the logits, -n = after the n-th block from the end
 
     def __post_init__(self) -> None:
-        if any(k < 0 for k in self.top_k):
-            raise NextscaleError(f"top_k must be 0 (off) or a positive number, not {min(self.top_k)}")
+        if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in self.top_k):
+            raise NextscaleError(f"top_k must be 0 (off) or a positive number, not {self.top_k[0]}")
         if not 0 <= self.top_p <= 1:
             raise NextscaleError(f"top_p must lie in [0, 1] (0 = off), not {self.top_p}")
-        if any(not t > 0 for t in self.temperature):
-            raise NextscaleError(f"temperature must be above 0, not {min(self.temperature)}")
+        if any(not 0 < t < math.inf for t in self.temperature):
+            raise NextscaleError(f"temperature must be above 0 (greedy=True for none), not {min(self.temperature)}")
+        if any(not math.isfinite(w) for w in self.guidance):
+            raise NextscaleError("guidance_scale must be a finite number")
+
+    @classmethod
+    def make(
+        cls,
+        scales: int,
+        guidance: tuple[float, ...],
+        temperature: float | Sequence[float] = 1.0,
+        top_k: int = 0,
+        top_p: float = 0.0,
+        **rest: Any,
+    ) -> Sampling:
+        """Single numbers hold for every scale; `guidance` comes in its final form from the backbone."""
+        progress = tuple(k / max(scales - 1, 1) for k in range(scales))
+        return cls(
+            guidance,
+            per_scale(temperature, scales, "temperature"),
+            progress,
+            (top_k,) * scales,
+            top_p,
+            **rest,
+        )
 
     @property
     def guided_until(self) -> int:

@@ -96,9 +96,7 @@ INFINITY_GRIDS = _table()
 def infinity_schedule(aspect_ratio: float = 1.0, pixel_budget: str = "1M") -> Schedule:
     """The schedule of a height/width ratio (within 2 % of a row of the table) and a pixel budget."""
     if pixel_budget not in PIXEL_BUDGETS:
-        raise NextscaleError(
-            f"unknown pixel budget {pixel_budget!r}; allowed: {choices(PIXEL_BUDGETS)}"
-        )
+        raise NextscaleError(f"unknown pixel budget {pixel_budget!r}; allowed: {choices(PIXEL_BUDGETS)}")
     if not isinstance(aspect_ratio, (int, float)) or not 0 < aspect_ratio < 100:
         raise NextscaleError(
             f"aspect_ratio {aspect_ratio!r} is not a height/width ratio; allowed: {choices(sorted(INFINITY_GRIDS))}"

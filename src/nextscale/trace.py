@@ -78,7 +78,12 @@ class Trace:
                     if part == "cross" and record.text_lengths is not None:
                         keys = int(record.text_lengths[place])
                     flops += self.backbone.flops(part, count, keys)
-            shown = {"layer": layer + 1, "entropy": None, "ratio": 1 - kept["self"] / scale.tokens, "kept": kept["self"]}
+            shown: dict[str, Any] = {
+                "layer": layer + 1,
+                "entropy": None,
+                "ratio": 1 - kept["self"] / scale.tokens,
+                "kept": kept["self"],
+            }
             if len(set(kept.values())) > 1:
                 shown["groups"] = kept
             entry["layers"].append(shown)

@@ -31,7 +31,12 @@ def convert(blueprint: Blueprint, out: str | Path, dtype: torch.dtype, progress:
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        config = {"format": FORMAT, "version": VERSION, **describe(blueprint), "dtype": str(dtype).split(".")[1]}
+        config = {
+            "format": FORMAT,
+            "version": VERSION,
+            **describe(blueprint),
+            "dtype": str(dtype).split(".")[1],
+        }
         (scratch / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         with (scratch / WEIGHTS).open("wb") as file:
             _write(file, _entries(parts, dtype), progress)

@@ -175,7 +175,9 @@ def _open_folder(path: Path) -> SafetensorsState:
         weight_map = json.loads(index.read_text())["weight_map"]
         shards = {key: path / name for key, name in weight_map.items()}
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-        raise NextscaleError(f"{index} is not a shard index: it needs a 'weight_map' of tensor names to files") from None
+        raise NextscaleError(
+            f"{index} is not a shard index: it needs a 'weight_map' of tensor names to files"
+        ) from None
     missing = sorted({str(s.name) for s in shards.values() if not s.exists()})
     if missing:
         raise NextscaleError(f"{path} lacks {len(missing)} of its shards: {choices(missing)}")

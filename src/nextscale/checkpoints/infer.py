@@ -48,16 +48,15 @@ def _var(shapes: Shapes, state: StateFile) -> VARConfig:
         sides = tuple(round(int((levels == k).sum()) ** 0.5) for k in range(scales))
     if sides is None:
         raise NextscaleError(f"{state.path} has {tokens} positions in {scales} scales, which is no known schedule")
-    hidden = shapes["blocks.0.mlp.fc1.weight"][0]
     return VARConfig(
         depth=count(shapes, r"blocks\.(\d+)\."),
         width=width,
         heads=_heads(shapes, width),
+        hidden=shapes["blocks.0.mlp.fc1.weight"][0],
         sides=sides,
         classes=shapes["class_embed.weight"][0] - 1,
         vocabulary=shapes["head_linear.weight"][0],
         code_dim=shapes["word_embed.weight"][1],
-        hidden=0 if hidden == 4 * width else hidden,
         shared_modulation="shared_modulation.1.weight" in shapes,
         cosine_attention="blocks.0.attn.log_scale" in shapes,
     )

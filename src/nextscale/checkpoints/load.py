@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from nextscale.models.var import VAR
 from nextscale.tokenizers.bsq import BSQTokenizer
 from nextscale.tokenizers.vq import VQTokenizer
 
-M = TypeVar("M", bound=nn.Module)
 Progress = Callable[[int], None]  # told the bytes of every chunk that was read
 
 CLASSES: dict[str, Any] = {"var": VAR, "infinity": Infinity, "vq": VQTokenizer, "bsq": BSQTokenizer}
@@ -36,17 +35,17 @@ def pick(states: list[StateFile], families: tuple[str, ...]) -> tuple[str, State
 
 
 def build(
-    cls: Callable[[Any], M],
+    cls: Callable[[Any], Any],
     config: Any,
     state: StateFile,
     names: Mapping[str, str],
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     device: torch.device | str,
     progress: Progress | None = None,
-) -> M:
+) -> Any:
     """`names` maps keys of the file to parameters. Every shape is checked before the first tensor is read.
 
-    `dtype` is that of the matrix products; None keeps what the file has.
+    `dtype` is that of the matrix products.
     """
     with torch.device("meta"):
         module = cls(config).eval().requires_grad_(False)
@@ -55,15 +54,20 @@ def build(
     for chunk in state.chunks(list(names)):
         for key, tensor in chunk.items():
             name = names[key]
-            target = tensor.dtype if dtype is None else dtype
-            if not module.computes_in_dtype(name):
-                target = torch.float32
+            target = dtype if module.computes_in_dtype(name) else torch.float32
             # Where nothing has to change, the parameter IS the mapped file (or the live tensor): no copy at all.
             value = tensor.view(wanted[name]).to(device=device, dtype=target)
             _assign(module, name, value)
         if progress:
             progress(sum(state.infos[key].nbytes for key in chunk))
     return module
+
+
+def set_dtype(module: Any, dtype: torch.dtype) -> None:
+    """Change the dtype of the matrix products of a loaded model, in place."""
+    for name, parameter in list(module.named_parameters()):
+        if module.computes_in_dtype(name):
+            _assign(module, name, parameter.to(dtype))
 
 
 def _assign(module: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -108,7 +108,9 @@ def _from_hub(repo: str, spec: ModelSpec | None, vae: str | Path | None, hub: Hu
     if spec is None:
         official = [s.name for s in MODELS.values() if s.repo == repo]
         if official:
-            raise NextscaleError(f"the hub repository {repo!r} holds several models; choose model= from {choices(official)}")
+            raise NextscaleError(
+                f"the hub repository {repo!r} holds several models; choose model= from {choices(official)}"
+            )
         config = hub.fetch(repo, (CONFIG,))
         converted = read_converted(config)
         if converted is None:

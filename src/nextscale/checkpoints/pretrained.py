@@ -12,7 +12,7 @@ import torch
 from nextscale.checkpoints.files import StateFile, open_states
 from nextscale.checkpoints.infer import infer_config
 from nextscale.checkpoints.keys import rename
-from nextscale.checkpoints.load import BACKBONES, CLASSES, TOKENIZERS, Progress, build, pick
+from nextscale.checkpoints.load import BACKBONES, CLASSES, Progress, build, pick
 from nextscale.checkpoints.locate import Files
 from nextscale.errors import NextscaleError, choices
 from nextscale.models.base import Backbone
@@ -40,7 +40,7 @@ class Part:
     def nbytes(self) -> int:
         return sum(self.state.infos[key].nbytes for key in self.names)
 
-    def build(self, dtype: torch.dtype | None, device: torch.device | str, progress: Progress | None = None) -> Any:
+    def build(self, dtype: torch.dtype, device: torch.device | str, progress: Progress | None = None) -> Any:
         return build(CLASSES[self.family], self.config, self.state, self.names, dtype, device, progress)
 
 
@@ -57,7 +57,7 @@ class Blueprint:
         return self.backbone.nbytes + self.tokenizer.nbytes
 
     def build(
-        self, dtype: torch.dtype | None, device: torch.device | str, progress: Progress | None = None
+        self, dtype: torch.dtype, device: torch.device | str, progress: Progress | None = None
     ) -> tuple[Backbone, ImageTokenizer]:
         return self.backbone.build(dtype, device, progress), self.tokenizer.build(dtype, device, progress)
 

@@ -121,5 +121,4 @@ def scatter(x: Tensor, chosen: Selection, y: Tensor) -> Tensor:
     index = chosen.index.where(real, x.shape[1])[..., None].expand_as(y)
     extra = x.new_zeros(len(x), 1, x.shape[2])
 
-
     return torch.cat((x, extra), dim=1).scatter(1, index, y.to(x.dtype))[:, :-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
@@ -21,6 +22,11 @@ def per_row() -> Any:
     return dataclasses.field(metadata={"per_row": True})
 
 
+def shared() -> Any:
+    """A field of a State that all rows have in common."""
+    return dataclasses.field()
+
+
 @dataclasses.dataclass(frozen=True)
 class State:
     """All that is constant in a run: conditions, modulation, text keys and values, rotary tables."""
@@ -35,9 +41,7 @@ class State:
                 return [pick(v) for v in value]
             return None if value is None else value[rows]
 
-        chosen = {
-            f.name: pick(getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata.get("per_row")
-        }
+        chosen = {f.name: pick(getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata.get("per_row")}
         return dataclasses.replace(self, **chosen)
 
 
@@ -45,11 +49,15 @@ class Backbone(nn.Module, ABC):
     """A next-scale transformer. R rows = the conditional rows of all images, then the unconditional ones."""
 
     family: ClassVar[str]
+    prompts: ClassVar[str]  # what a condition is made of: "label" or "text"
     parts: ClassVar[tuple[str, ...]]  # the sub-layers of a block, in order; methods select tokens per part
     config: Any
     depth: int
     width: int
     heads: int
+    hidden: int  # width inside the MLP
+    token_shape: tuple[int, ...]  # () for an index, (d,) for d bits
+    token_values: int  # a token, or a bit of it, lies in 0..token_values - 1
 
     @property
     def head_dim(self) -> int:
@@ -99,16 +107,31 @@ class Backbone(nn.Module, ABC):
         """Logits in float32: [R, N, V] for a codebook, [R, N, d, 2] for bits."""
 
     @abstractmethod
+    def schedule(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        aspect_ratio: float | None = None,
+        pixel_budget: str | None = None,
+        stride: int = 16,
+    ) -> Schedule:
+        """The grids of a picture; `stride` is the tokenizer's pixels per token side."""
+
+    @abstractmethod
     def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
         """The user's guidance_scale, in this family's convention, as one weight per scale (1 = none)."""
+
+    @property
+    def logits_per_token(self) -> int:
+        return math.prod(self.token_shape) * self.token_values
+
+    def head_flops(self, tokens: int) -> int:
+        """Multiply-adds x 2 of the output head."""
+        return 2 * tokens * self.width * self.logits_per_token
 
     @abstractmethod
     def flops(self, part: str, tokens: int, keys: int) -> int:
         """Multiply-adds x 2 of one part for `tokens` queries over `keys` keys (text keys for cross-attention)."""
-
-    @abstractmethod
-    def head_flops(self, tokens: int) -> int:
-        """The same for the output head."""
 
     def teacher_forced(self, state: Any, inputs: Sequence[Tensor | None], schedule: Schedule) -> Tensor:
         """Logits of all scales in one block-causal pass over the maps that preceded each scale."""

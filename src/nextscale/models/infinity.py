@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.attention import attention
+from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kv import Memory
-from nextscale.models.base import Backbone, State, per_row
+from nextscale.models.base import Backbone, State, per_row, shared
 from nextscale.models.layers import MLP, Modulation, SelfAttention, modulated_norm
-from nextscale.schedule import Grid, Scale, Schedule
+from nextscale.schedule import Grid, Scale, Schedule, infinity_schedule, infinity_schedule_for_size
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class InfinityState(State):
     head_modulation: Tensor = per_row()  # [R, 1, 2, C]
     text_keys: list[tuple[Tensor, Tensor]] = per_row()  # per block k, v [R, H, T, D]
     text_mask: Tensor | None = per_row()  # [R, 1, 1, T], None when no row is padded
-    rotary: Tensor  # [1, all tokens, D/2, 2]
+    rotary: Tensor = shared()  # [1, all tokens, D/2, 2]
 
 
 class TextAttention(nn.Module):
@@ -123,12 +125,19 @@ def rotary_table(head_dim: int, schedule: Schedule) -> Tensor:
 
 class Infinity(Backbone):
     family = "infinity"
+    prompts = "text"
     parts = ("self", "cross", "ffn")
 
     def __init__(self, config: InfinityConfig) -> None:
         super().__init__()
         self.config = config
-        self.depth, self.width, self.heads = config.depth, config.width, config.heads
+        self.depth, self.width, self.heads, self.hidden = (
+            config.depth,
+            config.width,
+            config.heads,
+            config.hidden,
+        )
+        self.token_shape, self.token_values = (config.bits,), 2
         width = config.width
         self.unconditional = nn.Parameter(torch.zeros(config.text_length, config.text_dim))
         self.text_norm = nn.Parameter(torch.ones(config.text_dim))
@@ -142,7 +151,7 @@ class Infinity(Backbone):
         self.level_embed = nn.Embedding(config.levels, width)
         self.word_embed = nn.Linear(config.bits, width)
         self.shared_modulation = Modulation(width, 6)
-        self.blocks = nn.ModuleList(InfinityBlock(config) for _ in range(config.depth))
+        self.blocks: Any = nn.ModuleList(InfinityBlock(config) for _ in range(config.depth))
         self.head_modulation = Modulation(width, 2)
         self.head_linear = nn.Linear(width, 2 * config.bits)
 
@@ -226,6 +235,24 @@ class Infinity(Backbone):
         scale, shift = state.head_modulation.unbind(2)
         return self.head_linear(modulated_norm(x, scale, shift, self.config.eps)).unflatten(-1, (-1, 2))
 
+    def schedule(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        aspect_ratio: float | None = None,
+        pixel_budget: str | None = None,
+        stride: int = 16,
+    ) -> Schedule:
+        if height is None and width is None:
+            schedule = infinity_schedule(1.0 if aspect_ratio is None else aspect_ratio, pixel_budget or "1M")
+        elif height is None or width is None or aspect_ratio is not None:
+            raise NextscaleError("give either both height and width, or aspect_ratio")
+        else:
+            schedule = infinity_schedule_for_size(height, width, stride)
+        if len(schedule) > self.config.levels:
+            raise NextscaleError(f"this model knows {self.config.levels} scales, the schedule has {len(schedule)}")
+        return schedule
+
     def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
         return per_scale(value, scales, "guidance_scale")
 
@@ -235,7 +262,4 @@ class Infinity(Backbone):
             return 2 * tokens * 4 * c * c + 4 * tokens * keys * c
         if part == "cross":
             return 2 * tokens * 2 * c * c + 4 * tokens * keys * c
-        return 4 * tokens * c * self.config.hidden
-
-    def head_flops(self, tokens: int) -> int:
-        return 2 * tokens * self.width * 2 * self.config.bits
+        return 4 * tokens * c * self.hidden

@@ -26,8 +26,7 @@ class Modulation(nn.Sequential):
         self.n = n
 
     def forward(self, condition: Tensor) -> Tensor:
-        weight = self[1].weight
-        return super().forward(condition.to(weight.dtype)).float().view(len(condition), 1, self.n, -1)
+        return super().forward(condition).float().view(len(condition), 1, self.n, -1)
 
 
 class MLP(nn.Module):

@@ -48,7 +48,7 @@ class ModelSpec:
 
 def _var(depth: int, size: int) -> ModelSpec:
     shared = depth == 36
-    config = VARConfig(depth, 64 * depth, depth, VAR_SIDES[size], shared_modulation=shared)
+    config = VARConfig(depth, 64 * depth, depth, 256 * depth, VAR_SIDES[size], shared_modulation=shared)
     return ModelSpec(
         name=f"var-d{depth}",
         backbone=config,
@@ -81,7 +81,13 @@ _PATCHIFY = BSQConfig(14, multipliers=(1, 2, 4, 4), patchify=True)
 
 
 def _infinity(
-    name: str, size: str, tokenizer: BSQConfig, files: tuple[str, ...], budget: str, defaults: Defaults, notes: str
+    name: str,
+    size: str,
+    tokenizer: BSQConfig,
+    files: tuple[str, ...],
+    budget: str,
+    defaults: Defaults,
+    notes: str,
 ) -> ModelSpec:
     bits = tokenizer.code_dim * (4 if tokenizer.patchify else 1)
     return ModelSpec(

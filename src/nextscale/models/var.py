@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nextscale.errors import NextscaleError
 from nextscale.guidance import ramp
 from nextscale.kv import Memory
 from nextscale.models.base import Backbone, State, per_row
@@ -20,11 +22,11 @@ class VARConfig:
     depth: int
     width: int
     heads: int
+    hidden: int
     sides: tuple[int, ...]  # the model has learned positions, so it knows exactly one schedule
     classes: int = 1000
     vocabulary: int = 4096
     code_dim: int = 32
-    hidden: int = 0  # 0 = 4 x width
     shared_modulation: bool = False
     cosine_attention: bool = True
     eps: float = 1e-6
@@ -41,7 +43,7 @@ class VARBlock(nn.Module):
     def __init__(self, config: VARConfig) -> None:
         super().__init__()
         self.attn = SelfAttention(config.width, config.heads, config.cosine_attention)
-        self.mlp = MLP(config.width, config.hidden or 4 * config.width)
+        self.mlp = MLP(config.width, config.hidden)
         if config.shared_modulation:
             self.offset = nn.Parameter(torch.zeros(1, 1, 6, config.width))
         else:
@@ -50,12 +52,19 @@ class VARBlock(nn.Module):
 
 class VAR(Backbone):
     family = "var"
+    prompts = "label"
     parts = ("self", "ffn")
 
     def __init__(self, config: VARConfig) -> None:
         super().__init__()
         self.config = config
-        self.depth, self.width, self.heads = config.depth, config.width, config.heads
+        self.depth, self.width, self.heads, self.hidden = (
+            config.depth,
+            config.width,
+            config.heads,
+            config.hidden,
+        )
+        self.token_shape, self.token_values = (), config.vocabulary
         width, tokens = config.width, sum(s * s for s in config.sides)
         self.class_embed = nn.Embedding(config.classes + 1, width)  # the last row is "no class"
         self.start_position = nn.Parameter(torch.zeros(1, config.sides[0] ** 2, width))
@@ -63,7 +72,7 @@ class VAR(Backbone):
         self.level_embed = nn.Embedding(len(config.sides), width)
         self.word_embed = nn.Linear(config.code_dim, width)
         self.shared_modulation = Modulation(width, 6) if config.shared_modulation else None
-        self.blocks = nn.ModuleList(VARBlock(config) for _ in range(config.depth))
+        self.blocks: Any = nn.ModuleList(VARBlock(config) for _ in range(config.depth))
         self.head_modulation = Modulation(width, 2)
         self.head_linear = nn.Linear(width, config.vocabulary)
 
@@ -118,14 +127,25 @@ class VAR(Backbone):
         scale, shift = state.head_modulation.unbind(2)
         return self.head_linear(modulated_norm(x, scale, shift, self.config.eps))
 
+    def schedule(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        aspect_ratio: float | None = None,
+        pixel_budget: str | None = None,
+        stride: int = 16,
+    ) -> Schedule:
+        size = self.config.sides[-1] * stride
+        asked = (height or size, width or size)
+        if asked != (size, size) or aspect_ratio not in (None, 1) or pixel_budget is not None:
+            raise NextscaleError(f"this model makes pictures of {size}x{size} only: its positions are learned")
+        return Schedule.squares(self.config.sides)
+
     def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
         return ramp(value, scales)
 
     def flops(self, part: str, tokens: int, keys: int) -> int:
-        c, hidden = self.width, self.config.hidden or 4 * self.width
+        c = self.width
         if part == "self":
             return 2 * tokens * 4 * c * c + 4 * tokens * keys * c
-        return 4 * tokens * c * hidden
-
-    def head_flops(self, tokens: int) -> int:
-        return 2 * tokens * self.width * self.config.vocabulary
+        return 4 * tokens * c * self.hidden

@@ -35,6 +35,12 @@ class ImageTokenizer(nn.Module, ABC):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
+    def decoder_bytes(self, schedule: Schedule) -> int:
+        """Buffers of the decoder per image: a residual block holds about four maps at full size."""
+        h, w = schedule.last
+        channels = self.config.channels * max(self.config.multipliers[:2])
+        return 4 * self.dtype.itemsize * channels * h * w * self.stride**2
+
     @staticmethod
     def computes_in_dtype(name: str) -> bool:
         return name.startswith(("encoder.", "decoder."))

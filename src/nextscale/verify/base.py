@@ -16,10 +16,8 @@ from nextscale.draws import OfficialDraws
 from nextscale.errors import NextscaleError, choices
 from nextscale.loop import ScaleEnd, generate
 from nextscale.methods.base import Context, Policy
-from nextscale.models.base import Backbone
 from nextscale.sampling import Sampling
 from nextscale.schedule import Schedule
-from nextscale.tokenizers.base import ImageTokenizer
 from nextscale.trace import Trace, TracedImage
 
 TOLERANCE = 1e-3
@@ -71,7 +69,12 @@ class Recorded:
         return self.tensors[name]
 
     def compare(
-        self, name: str, ours: Tensor, tolerance: float = TOLERANCE, rows: bool = False, required: bool = False
+        self,
+        name: str,
+        ours: Tensor,
+        tolerance: float = TOLERANCE,
+        rows: bool = False,
+        required: bool = False,
     ) -> None:
         """Against the tensor of that name, if it was recorded; `rows`: over the rows that both have."""
         theirs = self.get(name) if required else self.tensors.get(name)
@@ -109,8 +112,8 @@ class RecordedRun:
 @dataclass
 class Case:
     folder: Path
-    backbone: Backbone
-    tokenizer: ImageTokenizer
+    backbone: Any
+    tokenizer: Any
     schedule: Schedule
     runs: list[RecordedRun]
     recorded: Recorded

@@ -91,12 +91,11 @@ def _run(name: str, values: Any, recorded: Recorded, scales: int, depth: int) ->
     layers = tuple(a.take("cfg_insertion_layer", [0]))
     if any(layer > 1 or depth + layer <= 0 for layer in layers):
         raise NextscaleError(f"runs.{name} has cfg_insertion_layer {list(layers)}; allowed: 1 to {1 - depth}")
-    top_k = a.take("top_k", 0)
-    sampling = Sampling(
+    sampling = Sampling.make(
+        scales,
         guidance=per_scale(a.take("cfg_list"), scales, f"runs.{name}.cfg_list"),
         temperature=per_scale(a.take("tau_list"), scales, f"runs.{name}.tau_list"),
-        progress=(0.0,) * scales,
-        top_k=(top_k,) * scales,
+        top_k=a.take("top_k", 0),
         top_p=a.take("top_p", 0.0),
         guidance_layers=tuple(n for n in layers if n <= 0),  # 1 is accepted by the official code and does nothing
     )
@@ -118,8 +117,8 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recorded) -> Case:
     tokenizer = official_part(open_states(folder / "vae.safetensors"), ("bsq",), bsq)
     schedule = _schedule(config)
     runs = [_run(n, v, recorded, len(schedule), infinity.depth) for n, v in section(config, "runs").items()]
-    parts = (p.build(torch.float32, "cpu") for p in (backbone, tokenizer))
-    return Case(folder, *parts, schedule, runs, recorded)
+    models = [part.build(torch.float32, "cpu") for part in (backbone, tokenizer)]
+    return Case(folder, models[0], models[1], schedule, runs, recorded)
 
 
 def play(case: Case, keep_pictures: bool) -> None:
@@ -179,6 +178,8 @@ def _rounded(case: Case) -> None:
     for run in case.runs:
         if any(name.startswith(f"{ROUNDED}/{run.name}.") for name in case.recorded.tensors):
             generator = torch.Generator().manual_seed(run.generator.initial_seed())
-            again = dataclasses.replace(run, name=f"{ROUNDED}/{run.name}", generator=generator, tolerance=ROUNDED_TOLERANCE)
+            again = dataclasses.replace(
+                run, name=f"{ROUNDED}/{run.name}", generator=generator, tolerance=ROUNDED_TOLERANCE
+            )
             case.recorded.used.add(f"{again.name}.text_lens")  # the same text
             dataclasses.replace(case, backbone=rounded).play(again)

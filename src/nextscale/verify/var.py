@@ -19,7 +19,14 @@ from nextscale.tokenizers.vq import VQConfig
 from nextscale.verify.base import SMOOTHED, TOLERANCE, Arguments, Case, Recorded, RecordedRun, section
 
 # Only training, or the choice of a kernel, reads these.
-_TRAINING = ("drop_rate", "attn_drop_rate", "drop_path_rate", "cond_drop_rate", "flash_if_available", "fused_if_available")
+_TRAINING = (
+    "drop_rate",
+    "attn_drop_rate",
+    "drop_path_rate",
+    "cond_drop_rate",
+    "flash_if_available",
+    "fused_if_available",
+)
 
 
 def _tokenizer_config(values: dict[str, Any], scales: int) -> VQConfig:
@@ -69,11 +76,10 @@ def _run(name: str, values: Any, recorded: Recorded, classes: int, scales: int) 
     if a.take("labels", 0) is None:  # then the official code draws them first
         drawn = torch.multinomial(torch.full((classes,), 1 / classes), len(labels), True, generator=generator)
         recorded.compare(f"{name}.labels", drawn, tolerance=0)
-    sampling = Sampling(
+    sampling = Sampling.make(
+        scales,
         guidance=ramp(float(a.take("cfg")), scales),
-        temperature=(1.0,) * scales,
-        progress=tuple(k / max(scales - 1, 1) for k in range(scales)),
-        top_k=(a.take("top_k", 0),) * scales,
+        top_k=a.take("top_k", 0),
         top_p=a.take("top_p", 0.0),
         smooth=a.take("more_smooth", False),
     )
@@ -93,8 +99,8 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recorded) -> Case:
     backbone = official_part(open_states(folder / "state.safetensors"), ("var",), var)
     tokenizer = official_part(open_states(folder / "vae.safetensors"), ("vq",), vq)
     runs = [_run(n, v, recorded, var.classes, len(sides)) for n, v in section(config, "runs").items()]
-    parts = (p.build(torch.float32, "cpu") for p in (backbone, tokenizer))
-    return Case(folder, *parts, Schedule.squares(sides), runs, recorded)
+    models = [part.build(torch.float32, "cpu") for part in (backbone, tokenizer)]
+    return Case(folder, models[0], models[1], Schedule.squares(sides), runs, recorded)
 
 
 def play(case: Case, keep_pictures: bool) -> None:

@@ -1,0 +1,71 @@
+"""How much memory a run will need, before it is run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from nextscale.models.base import Backbone
+from nextscale.schedule import Schedule
+from nextscale.tokenizers.base import ImageTokenizer
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes. The decoder runs after the blocks, so only the larger of their buffers counts."""
+
+    weights: int
+    text: int  # keys and values of the prompts
+    kv_cache: int
+    blocks: int  # buffers of the largest scale
+    decoder: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.text + self.kv_cache + max(self.blocks, self.decoder)
+
+    def __str__(self) -> str:
+        parts = ("weights", "text", "kv_cache", "blocks", "decoder", "total")
+        return ", ".join(f"{name} {getattr(self, name) / GIB:.2f} GiB" for name in parts)
+
+
+def estimate(
+    backbone: Backbone,
+    tokenizer: ImageTokenizer,
+    schedule: Schedule,
+    images: int,
+    guided: bool,
+    text_length: int = 0,
+    text_encoder_bytes: int = 0,
+) -> Estimate:
+    """An upper bound for every method: none keeps more tokens than the plain run."""
+    rows, item = images * (2 if guided else 1), backbone.dtype.itemsize
+    tokens = max(h * w for h, w in schedule.grids)
+    width, hidden = backbone.width, backbone.hidden
+    per_token = (
+        4 * 4 * width  # residual stream, its normed copy, a branch before and after the gate, in float32
+        + max(item * 8 * width + 4 * 4 * width, item * 2 * hidden)  # q, k, v with float32 copies, or the MLP
+    )
+    logits = 4 * backbone.logits_per_token
+    weights = sum(p.nbytes for module in (backbone, tokenizer) for p in module.parameters())
+    return Estimate(
+        weights=weights + text_encoder_bytes,
+        text=2 * item * backbone.depth * rows * text_length * width if "cross" in backbone.parts else 0,
+        kv_cache=2 * item * backbone.depth * rows * schedule.tokens * width,
+        # Rows of logits, and what sampling makes of those of every image: filtered, sorted, probabilities, noise.
+        blocks=tokens * (rows * max(per_token, logits) + images * 5 * logits),
+        decoder=images * tokenizer.decoder_bytes(schedule),
+    )
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes that the device has in all; None where nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None

@@ -1,0 +1,62 @@
+"""Decoded tensors as pictures, and pictures as files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from nextscale.errors import NextscaleError, choices
+
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+
+def to_pil(images: Tensor) -> list[Image.Image]:
+    """[B, 3, H, W] in [-1, 1] -> pictures. Truncated, not rounded, as the official code does."""
+    pixels = images.float().add(1).div(2).mul(255).clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
+    return [Image.fromarray(np.ascontiguousarray(p)) for p in pixels]
+
+
+def as_output(images: Tensor, output_type: str) -> Any:
+    """In diffusers' conventions: "pt" [B, 3, H, W] and "np" [B, H, W, 3] lie in [0, 1]."""
+    if output_type == "pil":
+        return to_pil(images)
+    unit = images.float().add(1).div(2)
+    return unit.permute(0, 2, 3, 1).cpu().numpy() if output_type == "np" else unit
+
+
+def image_paths(out: str | Path, count: int) -> list[Path]:
+    """FILE for one picture, FILE-0, FILE-1, ... for several; checked before anything is computed."""
+    path = Path(out)
+    known = Image.registered_extensions()
+    if known.get(path.suffix.lower()) not in Image.SAVE:
+        raise NextscaleError(f"cannot write {path.name!r}; allowed endings: {choices(('.png', '.jpg', '.webp'))}, ...")
+    if path.is_dir():
+        raise NextscaleError(f"{path} is a folder, not a file name")
+    if count == 1:
+        return [path]
+    return [path.with_stem(f"{path.stem}-{i}") for i in range(count)]
+
+
+def save_all(images: Sequence[Image.Image], paths: Sequence[Path]) -> None:
+    """Each file appears complete or not at all."""
+    for image, path in zip(images, paths, strict=True):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, scratch = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=path.suffix, dir=path.parent)
+        except OSError as error:
+            raise NextscaleError(f"cannot write {path}: {error.strerror}") from None
+        try:
+            with os.fdopen(handle, "wb") as file:
+                image.save(file, format=Image.registered_extensions()[path.suffix.lower()])
+            os.chmod(scratch, 0o644)
+            os.replace(scratch, path)
+        except BaseException:
+            Path(scratch).unlink(missing_ok=True)
+            raise

@@ -1,0 +1,363 @@
+"""The one object that users hold: a model, ready to make pictures."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nextscale.checkpoints import locate, pretrained
+from nextscale.checkpoints.load import set_dtype
+from nextscale.draws import Draws, OfficialDraws, PerImageDraws
+from nextscale.errors import NextscaleError, choices
+from nextscale.estimate import GIB, Estimate, estimate, memory_of
+from nextscale.images import OUTPUT_TYPES, as_output
+from nextscale.loop import Callback, ScaleEnd, generate
+from nextscale.methods.base import Context, Method, Policy
+from nextscale.models.base import Backbone
+from nextscale.models.registry import ModelSpec
+from nextscale.progress import bar
+from nextscale.prompts import Prompts, read_labels, read_text
+from nextscale.sampling import Sampling
+from nextscale.schedule import Schedule
+from nextscale.text.base import TextEncoder
+from nextscale.text.t5 import T5Encoder
+from nextscale.tokenizers.base import ImageTokenizer
+from nextscale.trace import Trace
+
+
+@dataclass(frozen=True)
+class Output:
+    images: Any  # list of PIL images, or an array or tensor, as asked by `output_type`
+    trace: Trace
+    tokens: list[Tensor]  # per scale [B, N] indices or [B, N, d] bits, int32; -1 where an image did not run
+    seeds: list[int | None]  # None where a generator was given
+
+
+class Pipeline:
+    def __init__(
+        self,
+        backbone: Backbone,
+        tokenizer: ImageTokenizer,
+        spec: ModelSpec,
+        text_encoder: TextEncoder | None = None,
+        progress_bar: bool | None = None,
+    ) -> None:
+        self.backbone, self.tokenizer, self.spec = backbone, tokenizer, spec
+        self.text_encoder = text_encoder
+        self.progress_bar = progress_bar  # None: only on a terminal
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        model: str | None = None,
+        vae: str | Path | None = None,
+        text_encoder: str | Path | TextEncoder | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        progress_bar: bool | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        device_map: torch.device | str | None = None,
+    ) -> Pipeline:
+        """A pipeline from a model name (`nextscale models`), official files, a converted folder or the hub.
+
+        `model` says which model the files are where their shapes leave a choice, `vae` where the tokenizer is if
+        not beside them, `text_encoder` which T5 to use. `dtype` is that of the matrix products (float32 unless
+        told); `torch_dtype` and `device_map` are other spellings of `dtype` and `device`.
+        """
+        hub = locate.Hub(revision, token, local_files_only)
+        target = as_dtype(dtype or torch_dtype or torch.float32)
+        where = as_device(device or device_map or "cpu")
+        plan = pretrained.read(locate.locate(source, model, vae, hub))
+        with bar(f"load {plan.spec.name}", plan.nbytes, progress_bar, data=True) as advance:
+            backbone, tokenizer = plan.build(target, where, advance)
+        encoder = text_encoder
+        if isinstance(encoder, (str, Path)) or (encoder is None and plan.spec.text_encoder):
+            options: dict[str, Any] = {"token": token, "local_files_only": local_files_only}
+            name = encoder or plan.spec.text_encoder
+            encoder = T5Encoder(str(name), backbone.config.text_length, device=where, **options)
+        return cls(backbone, tokenizer, plan.spec, encoder, progress_bar)
+
+    def __repr__(self) -> str:
+        return f"Pipeline({self.spec.name}, dtype={str(self.dtype).split('.')[1]}, device={self.device})"
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.backbone.dtype
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None) -> Pipeline:
+        """Move the model, in place."""
+        for module in (self.backbone, self.tokenizer):
+            if dtype is not None:
+                set_dtype(module, as_dtype(dtype))
+            if device is not None:
+                module.to(as_device(device))
+        if device is not None and self.text_encoder is not None:
+            self.text_encoder.to(as_device(device))
+        return self
+
+    def encode_prompt(self, prompts: str | Sequence[str]) -> list[Tensor]:
+        """Text features of every prompt, [length, dim]; they can be given back as `prompt_embeds`."""
+        if self.text_encoder is None:
+            raise NextscaleError(
+                "this pipeline has no text encoder; pass prompt_embeds=, or text_encoder= when loading"
+            )
+        return self.text_encoder.encode([prompts] if isinstance(prompts, str) else list(prompts))
+
+    def __call__(
+        self,
+        prompt: str | int | Sequence[str] | Sequence[int] | Tensor | None = None,
+        *,
+        negative_prompt: str | Sequence[str] | None = None,
+        num_images_per_prompt: int = 1,
+        seed: int | Sequence[int] | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        aspect_ratio: float | None = None,
+        pixel_budget: str | None = None,
+        guidance_scale: float | Sequence[float] | None = None,
+        temperature: float | Sequence[float] | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        greedy: bool = False,
+        smooth: bool = False,
+        guidance_layers: Sequence[int] = (0,),
+        method: Method | None = None,
+        force_tokens: Sequence[Tensor] = (),
+        callback_on_scale_end: Callback | None = None,
+        output_type: str = "pil",
+        prompt_embeds: Tensor | Sequence[Tensor] | None = None,
+        negative_prompt_embeds: Tensor | Sequence[Tensor] | None = None,
+    ) -> Output:
+        """Make pictures of a prompt or class label, or of a list of them.
+
+        Important:
+            seed: the pictures of a call get seed, seed + 1, ...; a list names the seed of each. A picture depends
+                on its own seed only, not on the rest of the batch.
+            generator: instead of a seed, the official code's use of one generator for the whole batch.
+            guidance_scale: in the model's own convention (VAR: 0 = none, grows with the scale; Infinity: 1 = none).
+                A list has one value per scale.
+            height, width | aspect_ratio, pixel_budget: `aspect_ratio` is height / width.
+            method: what is left out of the computation; None computes everything.
+        To tinker with:
+            greedy: the likeliest token everywhere. smooth: VAR's Gumbel-softmax option.
+            guidance_layers: 0 = guide the logits, -n = after the n-th block from the end.
+            force_tokens: tokens of the first scales (a slice of `Output.tokens`), which are then not chosen.
+            callback_on_scale_end: called with a `ScaleEnd`; returning False stops.
+            output_type: "pil", "np", "pt", or "latent" for the feature map that the decoder reads.
+        """
+        if output_type not in OUTPUT_TYPES:
+            raise NextscaleError(f"unknown output_type {output_type!r}; allowed: {choices(OUTPUT_TYPES)}")
+        started = time.perf_counter()
+        schedule = self.schedule(height, width, aspect_ratio, pixel_budget)
+        prompts = self._prompts(prompt, negative_prompt, prompt_embeds, negative_prompt_embeds, num_images_per_prompt)
+        sampling = self.sampling(
+            len(schedule), guidance_scale, temperature, top_k, top_p, greedy, smooth, guidance_layers
+        )
+        draws, seeds = self._draws(seed, generator, prompts.images)
+        forced = self._forced(force_tokens, schedule, prompts.images)
+        self._require_memory(schedule, prompts.images, sampling, prompts.text_length)
+        condition = prompts.condition(self)
+        self._wait()
+        encoded = time.perf_counter()
+
+        context = Context(prompts.images, schedule, sampling, self.backbone.depth, self.backbone.parts)
+        policy = Policy(context) if method is None else method.start(context)
+        header = {
+            "model": self.spec.name,
+            "dtype": str(self.dtype).split(".")[1],
+            "device": str(self.device),
+            "runtime": "eager",
+            "method": None if method is None else method.to_dict(),
+        }
+        trace = Trace(self.backbone, schedule, prompts.traced(seeds), sampling.guided_until, header)
+        with bar(self.spec.name, len(schedule), self.progress_bar) as advance:
+
+            def after(end: ScaleEnd) -> bool | Tensor | None:
+                advance(1)
+                return callback_on_scale_end(end) if callback_on_scale_end else None
+
+            run = generate(
+                self.backbone,
+                self.tokenizer,
+                condition,
+                schedule,
+                sampling,
+                draws,
+                policy,
+                prompts.images,
+                trace,
+                forced,
+                after,
+            )
+        self._wait()
+        generated = time.perf_counter()
+        images = run.features if output_type == "latent" else as_output(self.decode(run.features), output_type)
+        self._wait()
+        done = time.perf_counter()
+        trace.seconds = {"text": encoded - started, "scales": generated - encoded, "decode": done - generated}
+        return Output(images, trace, run.tokens, seeds)
+
+    def decode(self, features: Tensor) -> Tensor:
+        """Feature maps [B, d, H, W] -> images [B, 3, H, W] in [-1, 1]."""
+        return self.tokenizer.decode(features)
+
+    def schedule(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        aspect_ratio: float | None = None,
+        pixel_budget: str | None = None,
+    ) -> Schedule:
+        """The grids of a picture of this size; by default the square that the model was made for."""
+        sized = height is not None or width is not None
+        budget = pixel_budget if sized else pixel_budget or self.spec.pixel_budget
+        return self.backbone.schedule(height, width, aspect_ratio, budget, self.tokenizer.stride)
+
+    def estimate(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        batch: int = 1,
+        method: Method | None = None,
+        text_length: int = 64,
+    ) -> Estimate:
+        """Memory that a guided call will need. A method only ever needs less KV cache than the plain run."""
+        return self._estimate(self.schedule(height, width), batch, guided=True, text_length=text_length)
+
+    def _estimate(self, schedule: Schedule, images: int, guided: bool, text_length: int) -> Estimate:
+        encoder = self.text_encoder.nbytes if self.text_encoder is not None else 0
+        return estimate(self.backbone, self.tokenizer, schedule, images, guided, text_length, encoder)
+
+    def sampling(
+        self,
+        scales: int,
+        guidance_scale: float | Sequence[float] | None = None,
+        temperature: float | Sequence[float] | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        greedy: bool = False,
+        smooth: bool = False,
+        guidance_layers: Sequence[int] = (0,),
+    ) -> Sampling:
+        """The values given, or else those that the model's authors publish, as one per scale."""
+        d, depth = self.spec.defaults, self.backbone.depth
+        if any(not -depth < layer <= 0 for layer in guidance_layers):
+            raise NextscaleError(
+                f"guidance_layers {list(guidance_layers)} must lie between {1 - depth} and 0 (= logits)"
+            )
+        return Sampling.make(
+            scales,
+            guidance=self.backbone.guidance(d.guidance_scale if guidance_scale is None else guidance_scale, scales),
+            temperature=d.temperature if temperature is None else temperature,
+            top_k=d.top_k if top_k is None else top_k,
+            top_p=d.top_p if top_p is None else top_p,
+            greedy=greedy,
+            smooth=smooth,
+            guidance_layers=tuple(guidance_layers),
+        )
+
+    def _prompts(self, prompt: Any, negative: Any, embeds: Any, negative_embeds: Any, repeat: int) -> Prompts:
+        if not isinstance(repeat, int) or repeat < 1:
+            raise NextscaleError(f"num_images_per_prompt must be at least 1, not {repeat!r}")
+        if self.backbone.prompts == "label":
+            if any(x is not None for x in (negative, embeds, negative_embeds)):
+                raise NextscaleError(
+                    f"{self.spec.name} takes class labels, so it has no negative prompt and no embeddings"
+                )
+            return read_labels(prompt, self.backbone.config.classes, repeat)
+        return read_text(prompt, negative, embeds, negative_embeds, self.backbone.config, repeat)
+
+    def _draws(self, seed: Any, generator: Any, images: int) -> tuple[Draws, list[int | None]]:
+        if seed is not None and generator is not None:
+            raise NextscaleError("give seed or generator, not both")
+        if isinstance(generator, torch.Generator):
+            return OfficialDraws(generator), [None] * images
+        if generator is not None:
+            if len(generator) != images:
+                raise NextscaleError(f"{len(generator)} generators were given for {images} images")
+            seed = [int(torch.randint(2**62, (), generator=g, device=g.device)) for g in generator]
+        seeds = read_seeds(seed, images)
+        return PerImageDraws(seeds, self.device), list(seeds)
+
+    def _forced(self, tokens: Sequence[Tensor], schedule: Schedule, images: int) -> list[Tensor]:
+        if len(tokens) > len(schedule):
+            raise NextscaleError(f"force_tokens has {len(tokens)} scales, the schedule {len(schedule)}")
+        forced = []
+        for scale, given in zip(schedule, tokens, strict=False):
+            shape = (scale.tokens, *self.backbone.token_shape)
+            t = torch.as_tensor(given, device=self.device).long()
+            if t.shape == shape:
+                t = t.expand(images, *shape)
+            if t.shape != (images, *shape):
+                raise NextscaleError(
+                    f"force_tokens of scale {scale.index + 1} have shape {list(t.shape)}, not {[images, *shape]}"
+                )
+            if t.min() < 0 or t.max() >= self.backbone.token_values:
+                raise NextscaleError(
+                    f"force_tokens of scale {scale.index + 1} must lie in 0..{self.backbone.token_values - 1}"
+                )
+            forced.append(t)
+        return forced
+
+    def _require_memory(self, schedule: Schedule, images: int, sampling: Sampling, text_length: int) -> None:
+        need = self._estimate(schedule, images, sampling.guided_until > 0, text_length).total
+        have = memory_of(self.device)
+        if have is not None and need > have:
+            raise NextscaleError(
+                f"{images} images of {len(schedule)} scales need about {need / GIB:.0f} GiB, but {self.device} has "
+                f"{have / GIB:.0f} GiB; make fewer at a time, or smaller ones"
+            )
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def read_seeds(seed: int | Sequence[int] | None, images: int) -> list[int]:
+    """One seed per image: seed, seed + 1, ... of a number; random ones if none is given."""
+    if seed is None:
+        seed = secrets.randbelow(2**32)
+    if isinstance(seed, bool):
+        raise NextscaleError("seed must be a whole number or a list of them")
+    if isinstance(seed, int):
+        return [seed + i for i in range(images)]
+    seeds = [int(s) for s in seed]
+    if len(seeds) != images:
+        raise NextscaleError(f"{len(seeds)} seeds were given for {images} images")
+    return seeds
+
+
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    allowed = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if isinstance(dtype, str):
+        dtype = allowed.get(dtype.removeprefix("torch."), dtype)
+    if dtype not in allowed.values():
+        raise NextscaleError(f"dtype {dtype!r} is not supported; allowed: {choices(allowed)}")
+    return dtype  # type: ignore[return-value]
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise NextscaleError(f"unknown device {device!r}; allowed: cpu, cuda, cuda:1, mps, ...") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise NextscaleError("device 'cuda' was asked for, but this torch sees no CUDA device; allowed here: cpu")
+    return chosen

@@ -1,0 +1,148 @@
+"""What the user asks for, as the condition of every image."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nextscale.errors import NextscaleError
+from nextscale.models.infinity import InfinityConfig, TextCondition
+from nextscale.trace import TracedImage
+
+if TYPE_CHECKING:
+    from nextscale.pipeline import Pipeline
+
+
+class Prompts(ABC):
+    images: int
+    text_length: int = 0  # the longest, as far as it is known before encoding
+
+    @abstractmethod
+    def condition(self, pipe: Pipeline) -> Any:
+        """What the backbone's `begin` takes."""
+
+    @abstractmethod
+    def traced(self, seeds: Sequence[int | None]) -> list[TracedImage]:
+        """Who each image is."""
+
+
+@dataclass
+class Labels(Prompts):
+    labels: list[int]
+
+    @property
+    def images(self) -> int:  # type: ignore[override]
+        return len(self.labels)
+
+    def condition(self, pipe: Pipeline) -> Tensor:
+        return torch.tensor(self.labels, device=pipe.device)
+
+    def traced(self, seeds: Sequence[int | None]) -> list[TracedImage]:
+        return [TracedImage(seed, label=label) for seed, label in zip(seeds, self.labels, strict=True)]
+
+
+def read_labels(prompt: Any, classes: int, repeat: int) -> Labels:
+    sentence = f"a class label is a whole number from 0 to {classes - 1}, not {{!r}}"
+    if prompt is None:
+        raise NextscaleError("this model needs a class label; " + sentence.format(prompt))
+    values = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    values = [values] if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) else list(values)
+    if not values:
+        raise NextscaleError("no class label was given")
+    labels = []
+    for value in values:
+        try:
+            label = -1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            label = -1
+        if not 0 <= label < classes:
+            raise NextscaleError(sentence.format(value))
+        labels += [label] * repeat
+    return Labels(labels)
+
+
+@dataclass
+class Texts(Prompts):
+    """Every text is encoded once, however many images it has."""
+
+    prompts: list[str] | None
+    negatives: list[str] | None
+    embeds: list[Tensor] | None
+    negative_embeds: list[Tensor] | None
+    repeat: int
+    text_length: int = 0
+
+    @property
+    def images(self) -> int:  # type: ignore[override]
+        return len(self.prompts or self.embeds or ()) * self.repeat
+
+    def condition(self, pipe: Pipeline) -> TextCondition:
+        texts, negatives = self.embeds, self.negative_embeds
+        if texts is None or (negatives is None and self.negatives is not None):
+            asked = [*(self.prompts or ()), *(self.negatives or ())]
+            unique = list(dict.fromkeys(asked))
+            features = dict(zip(unique, pipe.encode_prompt(unique), strict=True))
+            texts = texts or [features[p] for p in self.prompts or ()]
+            negatives = negatives or ([features[p] for p in self.negatives] if self.negatives else None)
+        return TextCondition(self._each(texts), None if negatives is None else self._each(negatives))
+
+    def _each(self, values: list[Tensor]) -> list[Tensor]:
+        return [v for v in values for _ in range(self.repeat)]
+
+    def traced(self, seeds: Sequence[int | None]) -> list[TracedImage]:
+        named: Sequence[str | None] = self.prompts or [None] * len(self.embeds or ())
+        prompts = [p for p in named for _ in range(self.repeat)]
+        return [TracedImage(seed, prompt=prompt) for seed, prompt in zip(seeds, prompts, strict=True)]
+
+
+def read_text(
+    prompt: Any, negative: Any, embeds: Any, negative_embeds: Any, config: InfinityConfig, repeat: int
+) -> Texts:
+    if (prompt is None) == (embeds is None):
+        raise NextscaleError("give either a prompt or prompt_embeds")
+    if negative is not None and negative_embeds is not None:
+        raise NextscaleError("give either a negative_prompt or negative_prompt_embeds, not both")
+    prompts = None if prompt is None else _strings(prompt, "prompt")
+    if prompts is not None and any(not p.strip() for p in prompts):
+        raise NextscaleError("the prompt is empty; say what the picture should show")
+    features = None if embeds is None else _features(embeds, "prompt_embeds", config)
+    count = len(prompts or features or ())
+    if not count:
+        raise NextscaleError("no prompt was given")
+    negatives = None if negative is None else _strings(negative, "negative_prompt")
+    negative_features = (
+        None if negative_embeds is None else _features(negative_embeds, "negative_prompt_embeds", config)
+    )
+    for given, name in ((negatives, "negative prompts"), (negative_features, "negative embeddings")):
+        if given is not None and len(given) not in (1, count):
+            raise NextscaleError(f"{len(given)} {name} were given for {count} prompts; allowed: 1 or {count}")
+    if negatives is not None and len(negatives) == 1:
+        negatives *= count
+    if negative_features is not None and len(negative_features) == 1:
+        negative_features *= count
+    length = max((len(f) for f in [*(features or ()), *(negative_features or ())]), default=64)
+    return Texts(prompts, negatives, features, negative_features, repeat, length)
+
+
+def _strings(value: Any, name: str) -> list[str]:
+    values = [value] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
+    for v in values:
+        if not isinstance(v, str):
+            raise NextscaleError(f"{name} must be text or a list of texts, not {v!r}")
+    return values
+
+
+def _features(value: Any, name: str, config: InfinityConfig) -> list[Tensor]:
+    rows = [value] if isinstance(value, Tensor) and value.ndim == 2 else list(value)
+    for row in rows:
+        fits = isinstance(row, Tensor) and row.ndim == 2 and row.shape[1] == config.text_dim
+        if not fits or not 1 <= len(row) <= config.text_length:
+            shape = list(row.shape) if isinstance(row, Tensor) else type(row).__name__
+            raise NextscaleError(f"{name} must be [1..{config.text_length}, {config.text_dim}] per image, not {shape}")
+    return rows
