@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,3 +10,18 @@ from torch import Tensor
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     """q [R, H, K, D] over k, v [R, H, S, D]; `mask` is True where a key may be seen."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+def backends() -> dict[str, list[str]]:
+    """The kernels that torch may choose from, per kind of device."""
+    found = {"cpu": ["flash", "math"]}
+    if torch.cuda.is_available():
+        b = torch.backends.cuda
+        enabled = {
+            "flash": b.flash_sdp_enabled() and b.is_flash_attention_available(),
+            "memory-efficient": b.mem_efficient_sdp_enabled(),
+            "cudnn": b.cudnn_sdp_enabled(),
+            "math": b.math_sdp_enabled(),
+        }
+        found["cuda"] = [name for name, on in enabled.items() if on]
+    return found

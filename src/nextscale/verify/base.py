@@ -135,10 +135,9 @@ class Case:
             with_record("f_hat", end.features)
             if keep_pictures:
                 self.pictures.setdefault(run.name, []).append(end.decode())
+            maps.append(end.features)
             theirs = self.recorded.tensors.get(f"{run.name}.f_hat.{end.scale.index}")
-            resumed = theirs if run.sampling.smooth else None
-            maps.append(end.features if resumed is None else resumed)
-            return resumed
+            return theirs if run.sampling.smooth else None
 
         context = Context(run.images, self.schedule, run.sampling, self.backbone.depth, self.backbone.parts)
         who = [TracedImage(None)] * run.images

@@ -1,0 +1,37 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch
+import typer
+
+from nextscale.cli.convert import convert
+from nextscale.cli.generate import generate
+from nextscale.cli.info import env, models
+from nextscale.cli.verify import verify
+from nextscale.errors import NextscaleError
+
+app = typer.Typer(
+    help="Fast inference for next-scale image generators (VAR, Infinity).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (generate, models, env, verify, convert):
+    app.command()(command)
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 a comparison failed or the device gave up, 2 something given cannot be used."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        app()
+    except NextscaleError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except torch.OutOfMemoryError as error:
+        typer.echo(f"error: out of memory: {str(error).splitlines()[0]}", err=True)
+        sys.exit(1)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nextscale.cli.options import Model, Revision, Vae, Weights, default_device, default_dtype, source_of
+from nextscale.errors import NextscaleError
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What the picture shows, or a class number for VAR.")],
+    model: Model = None,
+    weights: Weights = None,
+    seed: Annotated[int, typer.Option(help="The i-th picture gets seed + i.")] = 0,
+    out: Annotated[Path, typer.Option(help="The picture; several are numbered FILE-0, FILE-1, ...")] = Path("out.png"),
+    images: Annotated[int, typer.Option(min=1, help="Pictures of the prompt.")] = 1,
+    negative_prompt: Annotated[str | None, typer.Option(show_default=False)] = None,
+    guidance_scale: Annotated[float | None, typer.Option(help="Default: what the authors use.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: what the authors use.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 = off. Default: what the authors use.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="0 = off. Default: what the authors use.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token everywhere.")] = False,
+    height: Annotated[int | None, typer.Option(show_default=False)] = None,
+    width: Annotated[int | None, typer.Option(show_default=False)] = None,
+    aspect_ratio: Annotated[float | None, typer.Option(help="height / width", show_default=False)] = None,
+    pixel_budget: Annotated[str | None, typer.Option(help="0.06M, 0.25M, 0.60M or 1M", show_default=False)] = None,
+    vae: Vae = None,
+    text_encoder: Annotated[str | None, typer.Option(help="T5 folder or hub repository.", show_default=False)] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
+    device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
+    revision: Revision = None,
+    trace: Annotated[Path | None, typer.Option(help="Write what was computed where, as JSON.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no summary.")] = False,
+) -> None:
+    """Make pictures of a prompt."""
+    from nextscale.images import image_paths, save_all
+    from nextscale.pipeline import Pipeline
+
+    paths = image_paths(out, images)
+    source = source_of(model, weights)
+    device = device or default_device()
+    pipe = Pipeline.from_pretrained(
+        source,
+        model=model,
+        vae=vae,
+        text_encoder=text_encoder,
+        dtype=dtype or default_dtype(device),
+        device=device,
+        revision=revision,
+        progress_bar=False if quiet else None,
+    )
+    result = pipe(
+        read_prompt(prompt) if pipe.backbone.prompts == "label" else prompt,
+        seed=seed,
+        num_images_per_prompt=images,
+        negative_prompt=negative_prompt,
+        guidance_scale=guidance_scale,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        greedy=greedy,
+        height=height,
+        width=width,
+        aspect_ratio=aspect_ratio,
+        pixel_budget=pixel_budget,
+    )
+    save_all(result.images, paths)
+    if trace is not None:
+        result.trace.save(trace)
+    if not quiet:
+        typer.echo(result.trace.summary())
+        for path in paths:
+            typer.echo(f"wrote {path}")
+
+
+def read_prompt(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise NextscaleError(f"this model takes a class number, not the text {text!r}") from None

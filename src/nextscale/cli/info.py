@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import typer
+
+from nextscale.cli.options import console
+
+
+def models() -> None:
+    """List the published models."""
+    from rich.table import Table
+
+    from nextscale.models.registry import MODELS
+
+    table = Table("model", "depth", "width", "what", "files in the hub repository", box=None, pad_edge=False)
+    for spec in MODELS.values():
+        files = f"{spec.weights}, {spec.tokenizer_files[0]}"
+        table.add_row(
+            spec.name, str(spec.backbone.depth), str(spec.backbone.width), spec.notes, f"{spec.repo}: {files}"
+        )
+    console().print(table)
+
+
+def env() -> None:
+    """Say what this machine and installation can do."""
+    import torch
+
+    from nextscale.attention import backends
+
+    typer.echo(f"nextscale       {_version('nextscale')}")
+    typer.echo(f"python          {platform.python_version()} on {platform.platform()}")
+    typer.echo(
+        f"torch           {torch.__version__} (CUDA {torch.version.cuda or 'no'}), {torch.get_num_threads()} threads"
+    )
+    for name in ("transformers", "safetensors", "huggingface_hub", "triton"):
+        typer.echo(f"{name:<15} {_version(name)}")
+    typer.echo(f"devices         {', '.join(_devices())}")
+    for device, names in backends().items():
+        typer.echo(f"attention       {device}: {', '.join(names)}")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[str]:
+    import torch
+
+    found = ["cpu"]
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        found.append(f"cuda:{i} ({p.name}, {p.total_memory / 2**30:.0f} GiB)")
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return found
