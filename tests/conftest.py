@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nextscale.pipeline import Pipeline
+from nextscale.testing import tiny_infinity, tiny_var
+
+DATA = Path(__file__).parent / "data"
+# Recordings that are too many for the repository lie beside it on the machines of its authors.
+SHARED = Path(os.environ.get("NEXTSCALE_SHARED", Path(__file__).parents[2] / "shared"))
+BUNDLED = sorted(p.parent for p in DATA.glob("*/config.json"))
+MORE = sorted(p.parent for family in ("var", "infinity") for p in SHARED.glob(f"goldens/{family}/*/config.json"))
+MORE += sorted(Path(p).parent for root in os.environ.get("NEXTSCALE_CASES", "").split(":") if root
+               for p in Path(root).glob("**/config.json"))
+
+
+def embeds(*lengths: int, seed: int = 0, dim: int = 128) -> list[torch.Tensor]:
+    """Text features of made-up prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, dim, generator=generator) for n in lengths]
+
+
+@pytest.fixture(scope="session")
+def var() -> Pipeline:
+    return tiny_var()
+
+
+@pytest.fixture(scope="session")
+def infinity() -> Pipeline:
+    return tiny_infinity()
+
+
+@pytest.fixture(scope="session")
+def patchified() -> Pipeline:
+    return tiny_infinity(patchify=True)
+
+
+@pytest.fixture(params=["var", "infinity", "patchified"])
+def any_pipe(request: pytest.FixtureRequest) -> Pipeline:
+    return request.getfixturevalue(request.param)
+
+
+def ask(pipe: Pipeline, images: int = 1, first: int = 0, **options):
+    """A call whose i-th image is always the same prompt, on any model."""
+    which = range(first, first + images)
+    options.setdefault("seed", [100 + i for i in which])
+    if pipe.backbone.prompts == "label":
+        return pipe([i % 10 for i in which], **options)
+    options.setdefault("pixel_budget", "0.06M")
+    return pipe(prompt_embeds=[embeds(3 + i, seed=i)[0] for i in which], **options)
+
+
+def same_tokens(a, b) -> bool:
+    return len(a.tokens) == len(b.tokens) and all(torch.equal(x, y) for x, y in zip(a.tokens, b.tokens, strict=True))

@@ -1,0 +1,140 @@
+"""Parity with the official code, number by number."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BUNDLED, DATA, MORE
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from nextscale.cli import app
+from nextscale.errors import NextscaleError
+from nextscale.verify import verify
+
+CASE = DATA / "var_shared_adaln"
+TEXT_CASE = DATA / "infinity_like_8b"
+
+
+@pytest.mark.parametrize("case", BUNDLED + MORE, ids=lambda p: p.name)
+def test_recorded_case(case: Path) -> None:
+    report = verify(case)
+    assert [f"{c.quantity}: {c.error} > {c.tolerance}, {c.first_off}" for c in report.checks if not c.ok] == []
+    assert report.not_compared == []
+    assert {"greedy.logits", "tf.logits", "vae.recon"} <= {c.quantity for c in report.checks}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "position",
+        "level_embed.weight",
+        "word_embed.weight",
+        "shared_modulation.1.bias",
+        "blocks.1.offset",
+        "blocks.2.attn.qkv.weight",
+        "blocks.2.attn.v_bias",
+        "blocks.0.attn.log_scale",
+        "blocks.3.mlp.fc1.bias",
+        "head_modulation.1.weight",
+        "head_linear.bias",
+    ],
+)
+def test_any_changed_weight_of_var_is_noticed(name: str) -> None:
+    assert not verify(CASE, mutate=name).ok
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unconditional",  # the greedy run has a negative prompt, the insertion run has not
+        "text_norm",
+        "text_pool.query",
+        "text_pool.v_bias",
+        "text_proj.2.bias",
+        "blocks.1.cross.kv.weight",
+        "blocks.1.cross_norm.bias",
+        "blocks.3.attn.proj.weight",
+    ],
+)
+def test_any_changed_weight_of_infinity_is_noticed(name: str) -> None:
+    assert not verify(TEXT_CASE, mutate=name).ok
+
+
+def test_a_changed_tokenizer_is_noticed(tmp_path: Path) -> None:
+    case = copy_case(CASE, tmp_path)
+    state = load_file(case / "vae.safetensors")
+    state["decoder.conv_out.bias"] = state["decoder.conv_out.bias"] + 0.01
+    save_file(state, case / "vae.safetensors")
+    wrong = {c.quantity for c in verify(case).checks if not c.ok}
+    assert wrong == {"greedy.image", "sampled.image", "smooth.image", "vae.recon"}
+
+
+def copy_case(case: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(case, tmp_path / "case"))
+
+
+def edit_config(case: Path, change) -> None:
+    config = json.loads((case / "config.json").read_text())
+    change(config)
+    (case / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "names"),
+    [
+        (CASE, lambda c: c["runs"]["greedy"].update(temperature=2), "'temperature'"),
+        (CASE, lambda c: c["runs"]["greedy"].pop("cfg"), "'cfg'"),
+        (CASE, lambda c: c["transformer"].update(rope=1), "'rope'"),
+        (CASE, lambda c: c["vae"].update(double_z=True), "'double_z'"),
+        (CASE, lambda c: c.update(model="Switti"), "'Switti'"),
+        (CASE, lambda c: c.update(runs={}), "no run"),
+        (CASE, lambda c: c["runs"].update(other=c["runs"]["greedy"]), "'other.labels'"),
+        (CASE, lambda c: c["transformer"].update(embed_dim=128), "shape"),
+        (TEXT_CASE, lambda c: c["transformer"].update(rope2d_normalized_by_hw=1), "rope2d_normalized_by_hw = 1"),
+        (TEXT_CASE, lambda c: c["runs"]["greedy"].update(cfg_list=[1.0]), "7 scales"),
+        (TEXT_CASE, lambda c: c["runs"]["greedy"].update(gt_leak=2), "'gt_leak'"),
+        (TEXT_CASE, lambda c: c.update(h_div_w_template=7), "7"),
+    ],
+)
+def test_a_case_we_do_not_understand_is_refused(tmp_path: Path, case: Path, change, names: str) -> None:
+    case = copy_case(case, tmp_path)
+    edit_config(case, change)
+    with pytest.raises(NextscaleError, match=names):
+        verify(case)
+
+
+def test_missing_tokens_are_no_pass(tmp_path: Path) -> None:
+    case = copy_case(CASE, tmp_path)
+    io = load_file(case / "io.safetensors")
+    del io["sampled.tokens.3"]
+    save_file(io, case / "io.safetensors")
+    with pytest.raises(NextscaleError, match=r"sampled\.tokens\.3"):
+        verify(case)
+
+
+def test_nan_is_no_match(tmp_path: Path) -> None:
+    case = copy_case(CASE, tmp_path)
+    io = load_file(case / "io.safetensors")
+    io["greedy.image"][0, 0, 0, 0] = torch.nan
+    io["greedy.surprise"] = torch.zeros(1)
+    save_file(io, case / "io.safetensors")
+    report = verify(case)
+    assert [c.quantity for c in report.checks if not c.ok] == ["greedy.image"]
+    assert report.not_compared == ["greedy.surprise"]
+
+
+def test_command(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    picture = tmp_path / "p.png"
+    result = run(app, ["verify", str(CASE), "--picture", str(picture)])
+    assert result.exit_code == 0
+    assert "greedy.tokens" in result.output
+    assert picture.stat().st_size > 1000
+    result = run(app, ["verify", str(CASE), "--mutate"])
+    assert result.exit_code == 1
+    assert "NOT EQUAL" in result.output
