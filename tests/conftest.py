@@ -14,13 +14,17 @@ DATA = Path(__file__).parent / "data"
 SHARED = Path(os.environ.get("NEXTSCALE_SHARED", Path(__file__).parents[2] / "shared"))
 BUNDLED = sorted(p.parent for p in DATA.glob("*/config.json"))
 MORE = sorted(p.parent for family in ("var", "infinity") for p in SHARED.glob(f"goldens/{family}/*/config.json"))
-MORE += sorted(Path(p).parent for root in os.environ.get("NEXTSCALE_CASES", "").split(":") if root
-               for p in Path(root).glob("**/config.json"))
+MORE += sorted(
+    Path(p).parent
+    for root in os.environ.get("NEXTSCALE_CASES", "").split(":")
+    if root
+    for p in Path(root).glob("**/config.json")
+)
 
 
 def embeds(*lengths: int, seed: int = 0, dim: int = 128) -> list[torch.Tensor]:
     """Text features of made-up prompts."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1000 + seed)  # not the numbers of the tiny models
     return [torch.randn(n, dim, generator=generator) for n in lengths]
 
 

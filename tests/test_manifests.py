@@ -7,8 +7,8 @@ import json
 
 import pytest
 import torch
-from conftest import DATA
 
+from conftest import DATA
 from nextscale.checkpoints.infer import infer_config
 from nextscale.checkpoints.keys import IGNORED, family_of, rename
 from nextscale.checkpoints.load import CLASSES, check

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BUNDLED, DATA, MORE
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from conftest import BUNDLED, DATA, MORE
 from nextscale.cli import app
 from nextscale.errors import NextscaleError
 from nextscale.verify import verify

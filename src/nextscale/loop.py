@@ -83,7 +83,7 @@ def generate(
         target = forced[scale.index][list(rows.which)] if scale.index < len(forced) else None
         drawn = sample(logits, scale, sampling, draws, rows.which, tokenizer, target)
         codes = drawn.codes if cell_weight is None else drawn.codes * cell_weight[..., None]
-        run.store(rows, tokenizer.add(features, codes, scale, schedule), drawn.tokens)
+        run.store(rows, scale, tokenizer.add(features, codes, scale, schedule), drawn.tokens)
         trace.ran(scale, rows, stats, state)
         end = ScaleEnd(
             scale,

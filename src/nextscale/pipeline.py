@@ -170,9 +170,9 @@ class Pipeline:
         sampling = self.sampling(
             len(schedule), guidance_scale, temperature, top_k, top_p, greedy, smooth, guidance_layers
         )
+        self._require_memory(schedule, prompts.images, sampling, prompts.text_length)
         draws, seeds = self._draws(seed, generator, prompts.images)
         forced = self._forced(force_tokens, schedule, prompts.images)
-        self._require_memory(schedule, prompts.images, sampling, prompts.text_length)
         condition = prompts.condition(self)
         self._wait()
         encoded = time.perf_counter()

@@ -35,16 +35,17 @@ class Prompts(ABC):
 @dataclass
 class Labels(Prompts):
     labels: list[int]
+    repeat: int
 
     @property
     def images(self) -> int:  # type: ignore[override]
-        return len(self.labels)
+        return len(self.labels) * self.repeat
 
     def condition(self, pipe: Pipeline) -> Tensor:
-        return torch.tensor(self.labels, device=pipe.device)
+        return torch.tensor(self.labels, device=pipe.device).repeat_interleave(self.repeat)
 
     def traced(self, seeds: Sequence[int | None]) -> list[TracedImage]:
-        return [TracedImage(seed, label=label) for seed, label in zip(seeds, self.labels, strict=True)]
+        return [TracedImage(seed, label=self.labels[i // self.repeat]) for i, seed in enumerate(seeds)]
 
 
 def read_labels(prompt: Any, classes: int, repeat: int) -> Labels:
@@ -63,8 +64,8 @@ def read_labels(prompt: Any, classes: int, repeat: int) -> Labels:
             label = -1
         if not 0 <= label < classes:
             raise NextscaleError(sentence.format(value))
-        labels += [label] * repeat
-    return Labels(labels)
+        labels.append(label)
+    return Labels(labels, repeat)
 
 
 @dataclass
@@ -97,8 +98,7 @@ class Texts(Prompts):
 
     def traced(self, seeds: Sequence[int | None]) -> list[TracedImage]:
         named: Sequence[str | None] = self.prompts or [None] * len(self.embeds or ())
-        prompts = [p for p in named for _ in range(self.repeat)]
-        return [TracedImage(seed, prompt=prompt) for seed, prompt in zip(seeds, prompts, strict=True)]
+        return [TracedImage(seed, prompt=named[i // self.repeat]) for i, seed in enumerate(seeds)]
 
 
 def read_text(

@@ -60,7 +60,9 @@ class Run:
         self.schedule = schedule
         self.draws = draws
         self.stopped_after: list[int | None] = [None] * len(images)
-        self.tokens: list[Tensor] = []  # per scale [B, N] or [B, N, d]; -1 where an image did not run
+        # Per scale [B, N] or [B, N, d]; -1 where an image did not run.
+        shapes = [(len(images), s.tokens, *backbone.token_shape) for s in schedule]
+        self.tokens = [torch.full(shape, -1, dtype=torch.int32, device=features.device) for shape in shapes]
         self.kv = [
             LayerCache(len(self.rows.all), backbone.heads, backbone.head_dim, backbone.dtype, backbone.device)
             for _ in range(backbone.depth)
@@ -102,7 +104,7 @@ class Run:
         everyone = list(images) == list(range(len(self.features)))
         return self.features if everyone else self.features[list(images)]
 
-    def store(self, rows: Rows, features: Tensor, tokens: Tensor) -> None:
+    def store(self, rows: Rows, scale: Scale, features: Tensor, tokens: Tensor) -> None:
         """Put a scale's result back to its images."""
         which = list(rows.which)
         if len(which) == len(self.features):
@@ -110,9 +112,7 @@ class Run:
         else:
             self.features = self.features.clone()
             self.features[which] = features
-        everyone = tokens.new_full((len(self.features), *tokens.shape[1:]), -1, dtype=torch.int32)
-        everyone[which] = tokens.to(torch.int32)
-        self.tokens.append(everyone)
+        self.tokens[scale.index][which] = tokens.to(torch.int32)
 
     def stop(self, scale: Scale) -> None:
         """The caller ends the run after `scale`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,14 +138,15 @@ def load_pickle(path: Path) -> Any:
                 raise
             return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     except pickle.UnpicklingError as error:
-        if "Weights only load failed" in str(error) and "Unsupported" in str(error):
-            detail = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()[0]
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
             raise NextscaleError(
-                f"{path} is a pickle with more than tensors in it ({detail}); it was not run, "
+                f"{path} is a pickle with more than tensors in it ({found.group(1)}); it was not run, "
                 "only plain state dicts are read"
             ) from None
         raise NextscaleError(f"{path} is not a readable checkpoint: the file is damaged or incomplete") from None
-    except (RuntimeError, EOFError, OSError, ValueError):
+    except PermissionError:
+        raise NextscaleError(f"{path} may not be read by this user") from None
+    except Exception:  # whatever the unpickler stumbles over in a damaged file
         raise NextscaleError(f"{path} is not a readable checkpoint: the file is damaged or incomplete") from None
 
 

@@ -26,7 +26,8 @@ class Modulation(nn.Sequential):
         self.n = n
 
     def forward(self, condition: Tensor) -> Tensor:
-        return super().forward(condition).float().view(len(condition), 1, self.n, -1)
+        dtype = next(self.parameters()).dtype  # half of the weights of a VAR are its blocks' own modulation
+        return super().forward(condition.to(dtype)).float().view(len(condition), 1, self.n, -1)
 
 
 class MLP(nn.Module):

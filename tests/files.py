@@ -1,0 +1,58 @@
+"""Checkpoint files of the published layouts, small enough for tests: the recorded cases, written out again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import DATA
+
+VAR_CASE, CASE_2B, CASE_8B = DATA / "var_shared_adaln", DATA / "infinity_like_2b", DATA / "infinity_like_8b"
+
+
+def state(case: Path) -> dict[str, torch.Tensor]:
+    return load_file(case / "state.safetensors")
+
+
+def vae(case: Path) -> dict[str, torch.Tensor]:
+    return load_file(case / "vae.safetensors")
+
+
+def flat(folder: Path, case: Path, name: str = "model.pth") -> Path:
+    torch.save(state(case), folder / name)
+    return folder / name
+
+
+def tokenizer(folder: Path, case: Path, name: str, nested: bool = True, inner: bool = True) -> Path:
+    """Infinity's files keep the state under "vae"; some have no inner `.conv` / `.norm` names."""
+    content = vae(case)
+    if not inner:
+        content = {k.replace(".conv.weight", ".weight").replace(".conv.bias", ".bias"): v for k, v in content.items()}
+        content = {k.replace(".norm.weight", ".weight").replace(".norm.bias", ".bias"): v for k, v in content.items()}
+    torch.save({"vae": content, "ema": {}} if nested else content, folder / name)
+    return folder / name
+
+
+def training(folder: Path, case: Path, name: str = "ar-ckpt-last.pth") -> Path:
+    keys = ("var_wo_ddp", "vae_local") if case == VAR_CASE else ("gpt_fsdp", "vae_local")
+    trainer = {keys[0]: state(case), keys[1]: vae(case), "config": {"lr": 1e-4}, "opt": {"state": {}}}
+    if case != VAR_CASE:
+        del trainer[keys[1]]
+    torch.save({"epoch": 3, "iter": 0, "trainer": trainer, "args": {"depth": 4}}, folder / name)
+    return folder / name
+
+
+def shards(folder: Path, case: Path, parts: int = 3) -> Path:
+    folder.mkdir(exist_ok=True)
+    content, weight_map = state(case), {}
+    for i in range(parts):
+        name = f"model-{i + 1:05d}-of-{parts:05d}.safetensors"
+        chunk = {k: content[k] for k in list(content)[i::parts]}
+        save_file(chunk, folder / name)
+        weight_map |= dict.fromkeys(chunk, name)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder

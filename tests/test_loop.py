@@ -1,0 +1,329 @@
+"""The properties that hold for every backbone (design: 2, 3, 4, 6), and what a policy can ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from conftest import ask, embeds, same_tokens
+from nextscale.draws import PerImageDraws
+from nextscale.kv import LayerCache
+from nextscale.methods.base import Context, Method, Policy, ScalePlan, Selection
+from nextscale.schedule import INFINITY_GRIDS, PIXEL_BUDGETS
+from nextscale.testing import tiny_infinity, tiny_var
+
+
+def test_a_b_a(any_pipe) -> None:
+    a = ask(any_pipe, 2)
+    ask(any_pipe, 1, first=5, guidance_scale=2.0, greedy=True)
+    again = ask(any_pipe, 2)
+    assert same_tokens(a, again)
+    assert [i.tobytes() for i in a.images] == [i.tobytes() for i in again.images]
+
+
+def test_two_pipelines_do_not_touch_each_other() -> None:
+    one, two = tiny_var(seed=0), tiny_var(seed=9)
+    alone = ask(one)
+    other = ask(two)
+    assert same_tokens(alone, ask(one))
+    assert not same_tokens(alone, other)
+
+
+def test_no_state_is_left_on_modules(any_pipe) -> None:
+    def contents() -> dict:
+        return {
+            name: {k: v for k, v in vars(m).items() if not k.startswith("_")}
+            for module in (any_pipe.backbone, any_pipe.tokenizer)
+            for name, m in module.named_modules()
+        }
+
+    before = contents()
+    ask(any_pipe)
+    assert contents() == before
+
+
+class WatchedDraws(PerImageDraws):
+    """Remembers the smallest distance, in log odds, at which a token won its race."""
+
+    margin = torch.inf
+
+    def categorical(self, probs, scale, images):
+        race = (probs / self._exponential(probs, scale, images, "token")).log()
+        first, second = race.topk(2, dim=-1).values.unbind(-1)
+        self.margin = min(self.margin, (first - second).min().item())
+        return super().categorical(probs, scale, images)
+
+
+def test_a_batch_equals_single_runs(any_pipe, monkeypatch) -> None:
+    watched: list[WatchedDraws] = []
+
+    def make(seeds, device):
+        watched.append(WatchedDraws(seeds, device))
+        return watched[-1]
+
+    monkeypatch.setattr("nextscale.pipeline.PerImageDraws", make)
+    batch = ask(any_pipe, 3)
+    for i in range(3):
+        single = ask(any_pipe, 1, first=i)
+        assert all(torch.equal(b[i : i + 1], s) for b, s in zip(batch.tokens, single.tokens, strict=True))
+    margin = watched[0].margin
+    print(f"smallest decision margin {margin:.1e}")
+    assert margin > 1e-4
+
+
+def test_forced_tokens_give_equal_logits_in_any_batch(any_pipe) -> None:
+    tokens = ask(any_pipe, 3).tokens
+    collected: dict[str, list] = {"batch": [], "single": []}
+
+    def keep(name):
+        return lambda end: collected[name].append(end.logits)
+
+    ask(any_pipe, 3, force_tokens=tokens, callback_on_scale_end=keep("batch"))
+    ask(any_pipe, 1, first=2, force_tokens=[t[2:] for t in tokens], callback_on_scale_end=keep("single"))
+    for b, s in zip(collected["batch"], collected["single"], strict=True):
+        assert (b[2:] - s).abs().max() < 1e-4
+
+
+@dataclass(frozen=True)
+class Rules(Method):
+    """A method for tests: fixed actions, guidance and a ragged random selection, different for every image."""
+
+    name = "rules"
+    keep: bool = False
+    skip: tuple[tuple[int, int], ...] = ()  # (image, scale)
+    stop: tuple[tuple[int, int], ...] = ()
+    unguided: tuple[tuple[int, int], ...] = ()  # from this scale on
+    offset: int = 0  # the image that this call's first one is in the batch it is compared with
+
+    def start(self, context: Context) -> Policy:
+        return RulesPolicy(context, self)
+
+
+class RulesPolicy(Policy):
+    def __init__(self, context: Context, rules: Rules) -> None:
+        super().__init__(context)
+        self.rules = rules
+
+    def expected_tokens(self) -> int:
+        return 0
+
+    def begin_scale(self, scale) -> ScalePlan:
+        plan = super().begin_scale(scale)
+        self.scale = scale
+        r, actions = self.rules, []
+        for image in range(self.context.images):
+            me = image + r.offset
+            stopped = any(i == me and scale.index >= s for i, s in r.stop)
+            actions.append("stop" if stopped else "skip" if (me, scale.index) in r.skip else "run")
+        guided = [
+            g and not any(i == image + r.offset and scale.index >= s for i, s in r.unguided)
+            for image, g in enumerate(plan.guided)
+        ]
+        running = [i for i, a in enumerate(actions) if a == "run"]
+        self.rows = running + [i for i in running if guided[i]]
+        self.counts = [self.kept(i) for i in self.rows]
+        capacity = max(self.counts, default=0)
+        return replace(plan, actions=tuple(actions), guided=tuple(guided), capacity=capacity)
+
+    def kept(self, image: int) -> int:
+        n = self.scale.tokens
+        return n if not self.rules.keep or self.scale.index < 3 else max(1, n * (image + self.rules.offset + 2) // 6)
+
+    def select(self, layer, group, x):
+        if not self.rules.keep or self.scale.index < 3:
+            return None
+        index = torch.zeros(len(self.rows), max(self.counts), dtype=torch.long)
+        for row, (image, count) in enumerate(zip(self.rows, self.counts, strict=True)):
+            g = torch.Generator().manual_seed(1000 * (image + self.rules.offset) + 10 * self.scale.index + layer)
+            index[row, :count] = torch.randperm(self.scale.tokens, generator=g)[:count].sort().values
+        return Selection(index, torch.tensor(self.counts))
+
+
+def test_ragged_selections_in_a_batch_equal_single_runs(any_pipe) -> None:
+    rules = {"skip": ((1, 4), (2, 2)), "stop": ((0, 6),), "unguided": ((1, 3), (2, 5))}
+    batch = ask(any_pipe, 3, method=Rules(keep=True, **rules))
+    traced = batch.trace.to_dict()["images"]
+    for i in range(3):
+        single = ask(any_pipe, 1, first=i, method=Rules(keep=True, offset=i, **rules))
+        for k, b in enumerate(batch.tokens):
+            assert torch.equal(b[i : i + 1], single.tokens[k]), (i, k)
+        one = single.trace.to_dict()["images"][0]
+        assert {**one, "index": i} == traced[i]
+    assert traced[0]["stopped_after"] == 6
+    assert not traced[1]["scales"][4]["ran"]
+    assert [e["rows"] for e in traced[2]["scales"][:6]] == [2, 2, 0, 2, 2, 1]
+
+
+def test_the_trace_adds_up(any_pipe) -> None:
+    result = ask(any_pipe, 2, method=Rules(keep=True, unguided=((1, 3),)))
+    depth = any_pipe.backbone.depth
+    for image in result.trace.to_dict()["images"]:
+        kept = [(e["rows"], sum(layer["kept"] for layer in e["layers"])) for e in image["scales"]]
+        assert image["row_tokens_computed"] == sum(rows * n for rows, n in kept)
+        assert image["tokens_computed"] == sum(n for _, n in kept)
+        assert image["tokens_full"] == depth * sum(e["tokens"] for e in image["scales"])
+        assert image["flops"] < image["flops_full"]
+    plain = ask(any_pipe).trace.to_dict()["images"][0]
+    assert plain["flops"] == plain["flops_full"]
+    assert plain["row_tokens_computed"] == plain["row_tokens_full"]
+
+
+def test_the_same_random_numbers_with_and_without_a_method(any_pipe) -> None:
+    """A scale's draws do not depend on what happened before it."""
+    seen: list[dict] = []
+
+    class Noting(PerImageDraws):
+        def _exponential(self, like, scale, images, stream):
+            noise = super()._exponential(like, scale, images, stream)
+            seen[-1].update({(scale, i): noise[row] for row, i in enumerate(images)})
+            return noise
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nextscale.pipeline.PerImageDraws", Noting)
+        for method in (None, Rules(keep=True, skip=((0, 2), (0, 5)), unguided=((0, 4),))):
+            seen.append({})
+            ask(any_pipe, 2, method=method)
+    plain, reduced = seen
+    assert len(reduced) == len(plain) - 2
+    assert all(torch.equal(plain[key], noise) for key, noise in reduced.items())
+
+
+def test_selecting_everything_is_close_to_selecting_nothing(any_pipe) -> None:
+    @dataclass(frozen=True)
+    class All(Rules):
+        def start(self, context):
+            policy = RulesPolicy(context, replace(self, keep=True))
+            policy.kept = lambda image: policy.scale.tokens
+            return policy
+
+    logits: list[list] = []
+    tokens = ask(any_pipe).tokens
+    for method in (None, All()):
+        logits.append([])
+        ask(any_pipe, method=method, force_tokens=tokens, callback_on_scale_end=lambda e: logits[-1].append(e.logits))
+    assert max((a - b).abs().max() for a, b in zip(*logits, strict=True)) < 1e-4
+
+
+def test_teacher_forced_equals_cached(any_pipe) -> None:
+    """One block-causal pass gives what the KV cache gave, scale by scale."""
+    logits, maps = [], []
+
+    def keep(end):
+        logits.append(end.raw_logits)
+        maps.append(end.features)
+
+    options = {"guidance_scale": 1.0} if any_pipe.backbone.prompts == "text" else {"guidance_scale": 0.0}
+    ask(any_pipe, 2, callback_on_scale_end=keep, **options)
+    backbone, tokenizer = any_pipe.backbone, any_pipe.tokenizer
+    text = any_pipe.backbone.prompts == "text"
+    schedule = any_pipe.schedule(pixel_budget="0.06M") if text else any_pipe.schedule()
+    from nextscale.models.infinity import TextCondition
+
+    condition = TextCondition([embeds(3 + i, seed=i)[0] for i in range(2)]) if text else torch.tensor([0, 1])
+    inputs = [None] + [tokenizer.inputs(m, s) for m, s in zip(maps, list(schedule)[1:], strict=False)]
+    with torch.inference_mode():
+        state = backbone.begin(condition, schedule, guided=False)
+        whole = backbone.teacher_forced(state, inputs, schedule)
+    assert (whole - torch.cat(logits, dim=1)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("ratio", INFINITY_GRIDS)
+def test_every_aspect_ratio(infinity, patchified, ratio: float) -> None:
+    for pipe in (infinity, patchified):
+        out = pipe(prompt_embeds=embeds(4), aspect_ratio=ratio, pixel_budget="0.06M", seed=1, output_type="pt")
+        h, w = INFINITY_GRIDS[ratio][PIXEL_BUDGETS["0.06M"] - 1]
+        assert out.images.shape == (1, 3, h * pipe.tokenizer.stride, w * pipe.tokenizer.stride)
+        by_size = pipe.schedule(height=h * pipe.tokenizer.stride, width=w * pipe.tokenizer.stride)
+        assert by_size.grids == pipe.schedule(aspect_ratio=ratio, pixel_budget="0.06M").grids
+
+
+def test_every_pixel_budget(infinity) -> None:
+    for budget, scales in PIXEL_BUDGETS.items():
+        assert len(infinity.schedule(pixel_budget=budget)) == scales
+    out = infinity(prompt_embeds=embeds(4), pixel_budget="0.60M", seed=1, guidance_scale=1.0, output_type="latent")
+    assert out.images.shape[-2:] == (48, 48)
+
+
+def test_rows_leave_when_no_later_scale_is_guided(infinity) -> None:
+    scales = 7
+    rows = []
+    weights = [3.0, 1.0, 2.0] + [1.0] * (scales - 3)
+    ask(infinity, 2, guidance_scale=weights, callback_on_scale_end=lambda e: rows.append(len(e.hidden)))
+    assert rows == [4, 4, 4, 2, 2, 2, 2]
+
+
+def test_an_unguided_run_equals_the_conditional_branch(any_pipe) -> None:
+    none = 0.0 if any_pipe.backbone.prompts == "label" else 1.0
+    raw: list = []
+    ask(any_pipe, guidance_scale=none, callback_on_scale_end=lambda e: raw.append((e.raw_logits, e.logits)))
+    temperature = any_pipe.spec.defaults.temperature
+    assert all(torch.equal(r / temperature, g) for r, g in raw)
+
+
+def test_the_callback_sees_decodes_and_stops(any_pipe) -> None:
+    pictures = []
+
+    def look(end):
+        pictures.append(end.decode())
+        return False if end.scale.index == 3 else None
+
+    stopped = ask(any_pipe, 2, callback_on_scale_end=look, output_type="pt")
+    assert len(pictures) == 4
+    assert all((t == -1).all() for t in stopped.tokens[4:])
+    assert torch.equal(pictures[-1].add(1).div(2), stopped.images)
+    full = ask(any_pipe, 2)
+    assert all(torch.equal(a, b) for a, b in zip(stopped.tokens[:4], full.tokens, strict=False))
+    traced = stopped.trace.to_dict()["images"][1]
+    assert traced["stopped_after"] == 4
+    assert traced["row_tokens_computed"] < traced["row_tokens_full"]
+
+
+def test_the_callback_can_replace_the_features(any_pipe) -> None:
+    maps = []
+    ask(any_pipe, callback_on_scale_end=lambda e: maps.append(e.features))
+    blank = ask(
+        any_pipe,
+        callback_on_scale_end=lambda e: torch.zeros_like(e.features) if e.scale.index == 2 else None,
+        output_type="latent",
+    )
+    assert not torch.equal(blank.images, maps[-1])
+
+
+def test_the_cache_grows_with_what_is_kept() -> None:
+    cache = LayerCache(2, 1, 4, torch.float32, torch.device("cpu"))
+    k = torch.arange(2 * 3 * 4.0).view(2, 1, 3, 4)
+    cache.reserve(3)
+    cache.append(k, k, torch.tensor([3, 1]))
+    cache.reserve(2)
+    cache.append(k[:, :, :2], k[:, :, :2], torch.tensor([1, 2]))
+    assert cache.length.tolist() == [4, 3]
+    assert cache.k.shape[2] == 5
+    assert torch.equal(cache.k[1, 0, :3], torch.stack((k[1, 0, 0], k[1, 0, 0], k[1, 0, 1])))
+    cache.keep_rows(torch.tensor([1]))
+    assert cache.length.tolist() == [3]
+
+
+def test_other_seeds_and_scales_draw_other_numbers() -> None:
+    draws = PerImageDraws([1, 2])
+    like = torch.empty(2, 5, 3)
+    noise = draws.gumbel(like, 0, [0, 1])
+    assert not torch.equal(noise[0], noise[1])
+    assert not torch.equal(noise, draws.gumbel(like, 1, [0, 1]))
+    assert torch.equal(noise[1:], draws.gumbel(like[:1], 0, [1]))
+
+
+def test_exponential_race_draws_from_the_distribution() -> None:
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05]).expand(1, 40000, 4)
+    counts = PerImageDraws([3]).categorical(probs, 0, [0])[0].bincount(minlength=4) / 40000
+    assert (counts - probs[0, 0]).abs().max() < 0.01
+
+
+def test_nan_weights_are_named() -> None:
+    from nextscale.errors import NextscaleError
+
+    pipe = tiny_infinity()
+    pipe.backbone.blocks[1].mlp.fc1.bias[0] = torch.nan
+    with pytest.raises(NextscaleError, match=r"blocks\.1\.mlp\.fc1\.bias hold NaN"):
+        ask(pipe)

@@ -1,0 +1,83 @@
+"""Filters, guidance and schedules against the plain definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nextscale.guidance import combine, combine_inside, ramp
+from nextscale.sampling import keep_top
+from nextscale.schedule import INFINITY_GRIDS, Schedule, infinity_schedule
+from nextscale.tokenizers.vq import _PHI_OF_SCALE, phi_of_scale
+
+
+def kept(logits, **options) -> list[int]:
+    return keep_top(torch.tensor([logits]), **options)[0].isfinite().nonzero().flatten().tolist()
+
+
+def test_top_k_keeps_ties() -> None:
+    assert kept([1.0, 3.0, 2.0, 2.0, 0.0], top_k=2, top_p=0.0) == [1, 2, 3]
+    assert kept([1.0, 3.0, 2.0], top_k=900, top_p=0.0) == [0, 1, 2]
+
+
+def test_top_p_removes_the_tail_and_never_the_best() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log().tolist()
+    assert kept(logits, top_k=0, top_p=0.8) == [0, 1, 2]  # 0.1 is within the last 0.2, 0.1 + 0.15 is not
+    assert kept(logits, top_k=0, top_p=0.4) == [0]
+    assert kept(logits, top_k=0, top_p=0.0) == [0, 1, 2, 3]
+    assert kept(logits, top_k=0, top_p=1.0) == [0, 1, 2, 3]
+
+
+def test_top_p_acts_on_what_top_k_left() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()
+    assert kept(logits, top_k=2, top_p=0.5) == [0]  # 0.3 / 0.7 <= 0.5
+    assert kept(logits, top_k=0, top_p=0.5) == [0, 1]
+
+
+def test_vars_ramp() -> None:
+    assert ramp(3.0, 4) == (1.0, 2.0, 3.0, 4.0)
+    assert ramp([0.0, 1.0, 2.0], 3) == (1.0, 2.0, 3.0)
+    assert ramp(5.0, 1) == (1.0,)
+
+
+def test_guidance_of_some_images() -> None:
+    rows = torch.tensor([[1.0], [2.0], [3.0], [10.0], [30.0]])  # images 0 and 2 are guided
+    guided = torch.tensor([0, 2])
+    assert combine(rows, 3, guided, 2.0).flatten().tolist() == [-8.0, 2.0, -24.0]
+    inside = combine_inside(rows, 3, guided, 2.0).flatten().tolist()
+    assert inside == [-8.0, 2.0, -24.0, -8.0, -24.0]
+    assert torch.equal(combine_inside(rows, 3, guided, 1.0), rows)
+    assert torch.equal(combine(rows[:3], 3, None, 2.0), rows[:3])
+
+
+def test_schedule_table() -> None:
+    assert len(INFINITY_GRIDS) == 15
+    for ratio, grids in INFINITY_GRIDS.items():
+        assert len(grids) == 13
+        h, w = grids[-1]
+        assert h / w == pytest.approx(ratio, rel=0.02)
+        assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in zip(grids, grids[1:], strict=False))
+    tokens = {budget: infinity_schedule(1.0, budget).tokens for budget in ("0.06M", "0.25M", "0.60M", "1M")}
+    assert tokens == {"0.06M": 521, "0.25M": 2521, "0.60M": 6425, "1M": 10521}
+    assert infinity_schedule(4 / 3, "1M").last == (72, 54)
+    assert infinity_schedule(2 / 3, "0.06M").frame == (52, 78)
+
+
+def test_scales_know_their_place() -> None:
+    scales = list(Schedule.squares((1, 2, 3)))
+    assert [(s.index, s.start, s.tokens, str(s)) for s in scales] == [
+        (0, 0, 1, "1x1"),
+        (1, 1, 4, "2x2"),
+        (2, 5, 9, "3x3"),
+    ]
+
+
+def test_written_down_phis_follow_the_rule() -> None:
+    """Except at exact ties, which exist only for ten scales."""
+    for scales, written in _PHI_OF_SCALE.items():
+        ticks = [1 / 12 + i * 10 / 36 for i in range(4)]
+        for k, phi in enumerate(written):
+            distance = [abs(t - k / (scales - 1)) for t in ticks]
+            assert distance[phi] - min(distance) < 1e-9
+    assert phi_of_scale(1, 7) == (0,) * 7
+    assert phi_of_scale(7, 7) == tuple(range(7))
