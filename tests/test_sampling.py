@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -56,7 +58,7 @@ def test_schedule_table() -> None:
         assert len(grids) == 13
         h, w = grids[-1]
         assert h / w == pytest.approx(ratio, rel=0.02)
-        assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in zip(grids, grids[1:], strict=False))
+        assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(grids))
     tokens = {budget: infinity_schedule(1.0, budget).tokens for budget in ("0.06M", "0.25M", "0.60M", "1M")}
     assert tokens == {"0.06M": 521, "0.25M": 2521, "0.60M": 6425, "1M": 10521}
     assert infinity_schedule(4 / 3, "1M").last == (72, 54)
