@@ -117,7 +117,11 @@ class Pipeline:
             raise NextscaleError(
                 "this pipeline has no text encoder; pass prompt_embeds=, or text_encoder= when loading"
             )
-        return self.text_encoder.encode([prompts] if isinstance(prompts, str) else list(prompts))
+        rows = self.text_encoder.encode([prompts] if isinstance(prompts, str) else list(prompts))
+        have, want = rows[0].shape[1], self.backbone.config.text_dim
+        if have != want:
+            raise NextscaleError(f"the text encoder gives features of width {have}, but the model reads {want}")
+        return rows
 
     def __call__(
         self,

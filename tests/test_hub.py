@@ -1,0 +1,182 @@
+"""Loading from a hub: a real HTTP server that speaks the hub's protocol, real huggingface_hub on our side."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import files
+from files import CASE_2B, CASE_8B, VAR_CASE
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    root: Path
+    log: list[str]
+
+    def log_message(self, *args) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0].strip("/")
+        self.log.append(f"{self.command} {path}")
+        if path.startswith("api/models/"):
+            return self.api(*path.removeprefix("api/models/").split("/", 4))
+        owner, name, _, revision, *rest = path.split("/")
+        repo, file = self.root / owner / name, self.root / owner / name / "/".join(rest)
+        if not repo.is_dir():
+            return self.answer(404, X_Error_Code="RepoNotFound")
+        if revision not in ("main", COMMIT):
+            return self.answer(404, X_Error_Code="RevisionNotFound")
+        if not file.is_file():
+            return self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
+        body = file.read_bytes()
+        etag = hashlib.sha1(body).hexdigest()
+        return self.answer(200, body, ETag=f'"{etag}"', X_Repo_Commit=COMMIT, Accept_Ranges="bytes")
+
+    do_HEAD = do_GET
+
+    def api(self, owner: str, name: str, what: str = "", revision: str = "main", *rest: str) -> None:
+        repo = self.root / owner / name
+        if not repo.is_dir():
+            return self.answer(404, X_Error_Code="RepoNotFound")
+        names = [str(p.relative_to(repo)) for p in sorted(repo.rglob("*")) if p.is_file()]
+        if what == "tree":
+            found = [{"type": "file", "path": n, "size": (repo / n).stat().st_size, "oid": "0" * 40} for n in names]
+        else:
+            found = {"id": f"{owner}/{name}", "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]}
+        return self.answer(200, json.dumps(found).encode(), Content_Type="application/json")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hub")
+    var, infinity, mine = root / "acme" / "var", root / "acme" / "infinity", root / "acme" / "converted"
+    for folder in (var, infinity, mine, root / "acme" / "other"):
+        folder.mkdir(parents=True)
+    files.flat(var, VAR_CASE, "var_tiny.pth")
+    files.tokenizer(var, VAR_CASE, "vae_tiny.pth", nested=False)
+    files.shards(infinity / "tiny_weights", CASE_8B)
+    files.tokenizer(infinity, CASE_8B, "vae_d24.pth")
+    files.flat(infinity, CASE_2B, "unrelated.pth")
+    (root / "acme" / "other" / "config.json").write_text('{"model_type": "bert"}')
+    handler = type("Handler", (Hub,), {"root": root, "log": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+
+
+# A published model of test size: registered in the process that loads it.
+PRELUDE = """
+import dataclasses, json, sys
+from nextscale import MODELS, NextscaleError, Pipeline
+from nextscale.checkpoints import locate, pretrained
+from nextscale.checkpoints.files import open_states
+from nextscale.checkpoints.load import BACKBONES
+def register(name, case, like, **files):
+    part = pretrained.official_part(open_states(locate.Path(case) / "state.safetensors"), BACKBONES)
+    MODELS[name] = dataclasses.replace(MODELS[like], name=name, backbone=part.config, **files)
+register("tiny-var", {var!r}, "var-d16", repo="acme/var", weights="var_tiny.pth", tokenizer_files=("vae_tiny.pth",))
+register("tiny-infinity", {infinity!r}, "infinity-8b", repo="acme/infinity", weights="tiny_weights/",
+         tokenizer_files=("vae_d24_missing.pth", "vae_d24.pth"))
+def attempt(*args, **kwargs):
+    try:
+        print(repr(Pipeline.from_pretrained(*args, progress_bar=False, **kwargs)))
+    except NextscaleError as error:
+        print("refused:", error)
+"""
+
+
+def run(hub, tmp_path: Path, code: str, endpoint: str | None = None, cache: str = "cache") -> str:
+    address = endpoint or f"http://127.0.0.1:{hub.server_address[1]}"
+    env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / cache), "HF_HUB_DISABLE_XET": "1"}
+    script = PRELUDE.format(var=str(VAR_CASE), infinity=str(CASE_8B)) + code
+    result = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_models_by_name_and_by_repository(hub, tmp_path: Path) -> None:
+    hub.RequestHandlerClass.log.clear()
+    out = run(
+        hub,
+        tmp_path,
+        """
+attempt("tiny-var")
+attempt("acme/var", model="tiny-var", revision="main")
+attempt("acme/var")
+attempt("tiny-infinity")
+attempt("tiny-infinity", vae="acme/infinity", local_files_only=True)
+attempt("tiny-infinity", dtype="bfloat16", local_files_only=True)
+""",
+    ).splitlines()
+    assert out[0] == out[1] == "Pipeline(tiny-var, dtype=float32, device=cpu)"
+    assert out[2] == "refused: the hub repository 'acme/var' holds several models; choose model= from tiny-var"
+    assert out[3] == out[4] == "Pipeline(tiny-infinity, dtype=float32, device=cpu)"
+    assert out[5] == "Pipeline(tiny-infinity, dtype=bfloat16, device=cpu)"
+    fetched = [line for line in hub.RequestHandlerClass.log if line.startswith("GET") and "/resolve/" in line]
+    assert len([line for line in fetched if line.endswith("var_tiny.pth")]) == 1, "the cache is used"
+    assert not [line for line in fetched if "unrelated" in line], "only what is needed is fetched"
+
+
+def test_a_converted_repository(hub, tmp_path: Path) -> None:
+    target = Path(hub.RequestHandlerClass.root) / "acme" / "converted"
+    out = run(
+        hub,
+        tmp_path,
+        f"""
+import torch, shutil
+from nextscale.checkpoints.convert import convert
+plan = pretrained.read(locate.locate("tiny-var", None, None, locate.Hub()))
+folder = convert(plan, {str(tmp_path / "new")!r}, torch.bfloat16)
+for file in folder.iterdir():
+    shutil.copy(file, {str(target)!r})
+attempt("acme/converted", dtype="bfloat16")
+""",
+    )
+    assert out == "Pipeline(tiny-var, dtype=bfloat16, device=cpu)\n"
+
+
+def test_what_cannot_be_had(hub, tmp_path: Path) -> None:
+    out = run(
+        hub,
+        tmp_path,
+        """
+attempt("acme/nothing")
+attempt("acme/other")
+attempt("acme/var", model="tiny-var", revision="v9")
+attempt("acme/other", model="tiny-var")
+attempt("tiny-var", local_files_only=True)
+attempt("a/b/c")
+""",
+    ).splitlines()
+    assert "does not exist, or is private" in out[0]
+    assert "nor written by 'nextscale convert'" in out[1]
+    assert "has no revision 'v9'" in out[2]
+    assert "has no var_tiny.pth" in out[3]
+    assert "not in the local cache, and downloads are switched off" in out[4]
+    assert "neither a model name, nor a local path, nor a hub repository" in out[5]
+
+
+def test_an_unreachable_hub(hub, tmp_path: Path) -> None:
+    out = run(hub, tmp_path, 'attempt("tiny-var")', endpoint="http://127.0.0.1:9")
+    assert out.startswith("refused: ")
+    assert "not in the local cache, and the hub cannot be reached" in out or "could not be read" in out

@@ -1,0 +1,93 @@
+"""Prompts through a real T5 encoder (tiny, random weights, saved and loaded as transformers does)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nextscale.errors import NextscaleError
+from nextscale.testing import tiny_infinity
+from nextscale.text.t5 import T5Encoder
+
+transformers = pytest.importorskip("transformers")
+WORDS = ["a", "red", "fox", "in", "the", "snow", "photo", "of", "two", "cats"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    path = tmp_path_factory.mktemp("t5")
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(path)
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=len(vocabulary), d_model=128, d_kv=16, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0
+    )
+    transformers.T5EncoderModel(config).save_pretrained(path)
+    return path
+
+
+def test_features_are_those_of_the_padded_official_call(folder: Path) -> None:
+    """The official code pads to the full length and cuts afterwards; the result is the same."""
+    encoder = T5Encoder(folder, max_length=16)
+    prompts = ["a red fox", "photo of two cats in the snow"]
+    rows = encoder.encode(prompts)
+    assert [r.shape for r in rows] == [(4, 128), (8, 128)]  # the end token counts
+    batch = encoder.tokenizer(prompts, padding="max_length", max_length=16, return_tensors="pt")
+    with torch.no_grad():
+        padded = encoder.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)[0]
+    for row, full in zip(rows, padded, strict=True):
+        assert torch.allclose(row, full[: len(row)], atol=1e-5)
+    assert torch.allclose(encoder.encode(prompts[:1])[0], rows[0], atol=1e-5)
+    assert encoder.encode([""])[0].shape == (1, 128)
+
+
+def test_long_prompts_are_cut_with_a_warning(folder: Path, caplog) -> None:
+    rows = T5Encoder(folder, max_length=5).encode(["a red fox in the snow"])
+    assert len(rows[0]) == 5
+    assert "cut to 5" in caplog.text
+
+
+def test_prompts_through_the_pipeline(folder: Path) -> None:
+    pipe = tiny_infinity()
+    pipe.text_encoder = T5Encoder(folder, max_length=16)
+    options = {"seed": 1, "pixel_budget": "0.06M"}
+    out = pipe(["a red fox", "two cats"], negative_prompt="snow", **options)
+    again = pipe(
+        prompt_embeds=pipe.encode_prompt(["a red fox", "two cats"]),
+        negative_prompt_embeds=pipe.encode_prompt("snow"),
+        **options,
+    )
+    assert all(torch.equal(a, b) for a, b in zip(out.tokens, again.tokens, strict=True))
+    assert [i["prompt"] for i in out.trace.to_dict()["images"]] == ["a red fox", "two cats"]
+    plain = pipe("a red fox", num_images_per_prompt=2, **options)
+    assert not torch.equal(plain.tokens[-1][0], out.tokens[-1][0])
+
+
+def test_an_encoder_of_the_wrong_width_is_named(folder: Path) -> None:
+    pipe = tiny_infinity(text_dim=256)
+    pipe.text_encoder = T5Encoder(folder)
+    with pytest.raises(NextscaleError, match="features of width 128, but the model reads 256"):
+        pipe("a fox")
+
+
+def test_a_missing_encoder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NextscaleError, match="could not be loaded") as caught:
+        T5Encoder(tmp_path / "nowhere", local_files_only=True).encode(["a"])
+    assert "\n" not in str(caught.value)
+
+
+def test_without_transformers(monkeypatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(NextscaleError, match=r"pip install 'nextscale\[text\]'"):
+        T5Encoder("any").encode(["a"])
