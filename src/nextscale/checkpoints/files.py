@@ -32,11 +32,17 @@ _NESTED = (("trainer", "var_wo_ddp"), ("trainer", "vae_local"), ("trainer", "gpt
 @dataclass(frozen=True)
 class TensorInfo:
     shape: tuple[int, ...]
-    nbytes: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class StateFile(ABC):
     """One state dict inside a file or folder."""
+
+    mapped = True  # tensors are views of the file, and one of them keeps all pages of its chunk in memory
 
     def __init__(self, path: Path, infos: dict[str, TensorInfo]) -> None:
         self.path, self.infos = path, infos
@@ -66,7 +72,7 @@ class StateFile(ABC):
 class PickleState(StateFile):
     def __init__(self, path: Path, nested: tuple[str, ...], state: Mapping[str, Tensor]) -> None:
         self.nested = nested
-        infos = {k: TensorInfo(tuple(t.shape), t.nbytes) for k, t in state.items() if isinstance(t, Tensor)}
+        infos = {k: TensorInfo(tuple(t.shape), t.dtype) for k, t in state.items() if isinstance(t, Tensor)}
         super().__init__(path, infos)
 
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
@@ -82,8 +88,7 @@ class SafetensorsState(StateFile):
             with _open_safetensors(file) as f:
                 for key in f.keys():  # noqa: SIM118 (not a dict)
                     view = f.get_slice(key)
-                    shape = tuple(view.get_shape())
-                    infos[key] = TensorInfo(shape, torch.Size(shape).numel() * _BYTES.get(view.get_dtype(), 4))
+                    infos[key] = TensorInfo(tuple(view.get_shape()), _DTYPES.get(view.get_dtype(), torch.uint8))
         missing = [key for key in self.shards if key not in infos]
         if missing:
             raise NextscaleError(
@@ -99,7 +104,16 @@ class SafetensorsState(StateFile):
         return found
 
 
-_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def open_states(path: Path) -> list[StateFile]:

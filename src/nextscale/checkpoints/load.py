@@ -51,15 +51,20 @@ def build(
         module = cls(config).eval().requires_grad_(False)
     check(module, state, names)
     wanted = {name: p.shape for name, p in module.named_parameters()}
+    targets = {key: dtype if module.computes_in_dtype(name) else torch.float32 for key, name in names.items()}
+    # Where nothing has to change, a parameter IS the mapped file (or the live tensor): no copy at all. But if some
+    # tensors are converted, those that are not must leave the file too, or it would stay in memory beside them.
+    copy = state.mapped and any(state.infos[key].dtype != target for key, target in targets.items())
     for chunk in state.chunks(list(names)):
-        for key, tensor in chunk.items():
+        read = 0
+        while chunk:  # emptied, so that its pages are gone before the next one is mapped
+            key, tensor = chunk.popitem()
             name = names[key]
-            target = dtype if module.computes_in_dtype(name) else torch.float32
-            # Where nothing has to change, the parameter IS the mapped file (or the live tensor): no copy at all.
-            value = tensor.view(wanted[name]).to(device=device, dtype=target)
-            _assign(module, name, value)
+            _assign(module, name, tensor.view(wanted[name]).to(device, targets[key], copy=copy))
+            read += state.infos[key].nbytes
+            del tensor
         if progress:
-            progress(sum(state.infos[key].nbytes for key in chunk))
+            progress(read)
     return module
 
 

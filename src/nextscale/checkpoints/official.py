@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 class LiveState(StateFile):
     """The state dict of a module in memory."""
 
+    mapped = False
+
     def __init__(self, what: str, state: Mapping[str, Tensor]) -> None:
         # torch.compile wraps modules, and its name then stands in every key.
         self.state = {key.replace("_orig_mod.", ""): t for key, t in state.items() if isinstance(t, Tensor)}
-        infos = {key: TensorInfo(tuple(t.shape), t.nbytes) for key, t in self.state.items()}
+        infos = {key: TensorInfo(tuple(t.shape), t.dtype) for key, t in self.state.items()}
         super().__init__(Path(f"the {what} object"), infos)
 
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
