@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def verify(
     case: Annotated[Path, typer.Argument(help="Folder with config.json, state, vae and io .safetensors.")],
     mutate: Annotated[bool, typer.Option("--mutate", help="Change one weight first; must then fail.")] = False,
+    device: Annotated[str, typer.Option(help="Where our side runs; the recordings are from a CPU.")] = "cpu",
     picture: Annotated[Path | None, typer.Option(help="Draw the decoded pictures of every run.")] = None,
 ) -> None:
     """Play recorded runs of the official code and compare number by number.
@@ -21,10 +22,11 @@ def verify(
     Exit code 0 only if every token and bit is equal and every float within its tolerance.
     """
     from nextscale.images import image_paths, save_all
+    from nextscale.pipeline import as_device
     from nextscale.verify import verify as play
 
     paths = [] if picture is None else image_paths(picture, 1)
-    report = play(case, mutate="" if mutate else None, keep_pictures=bool(paths))
+    report = play(case, mutate="" if mutate else None, keep_pictures=bool(paths), device=as_device(device))
     show(report)
     if paths:
         from nextscale.verify.picture import sheet

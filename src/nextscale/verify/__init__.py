@@ -28,7 +28,9 @@ class Report:
         return all(check.ok for check in self.checks)
 
 
-def verify(folder: str | Path, mutate: str | None = None, keep_pictures: bool = False) -> Report:
+def verify(
+    folder: str | Path, mutate: str | None = None, keep_pictures: bool = False, device: torch.device | str = "cpu"
+) -> Report:
     """Play every run of a recorded case. `mutate` names a parameter of the transformer ("" = any) to change first."""
     folder = Path(folder)
     config = read_json(folder / "config.json")
@@ -39,11 +41,12 @@ def verify(folder: str | Path, mutate: str | None = None, keep_pictures: bool = 
     if (folder / infinity.ROUNDED).exists():
         extra = tensors_of(folder / infinity.ROUNDED)
         tensors.update({f"{infinity.ROUNDED}/{name}": t for name, t in extra.items()})
-    case: Case = family.open_case(folder, config, Recorded(tensors))
+    case: Case = family.open_case(folder, config, Recorded(tensors), torch.device(device))
     if not case.runs:
         raise NextscaleError(f"{folder / 'config.json'} describes no run")
     mutated = None if mutate is None else change_one_weight(case.backbone, mutate)
-    family.play(case, keep_pictures)
+    with torch.backends.cudnn.flags(allow_tf32=False):  # on a GPU, convolutions would round to 10 bits
+        family.play(case, keep_pictures)
     return Report(list(case.recorded.checks.values()), case.recorded.unused, case.pictures, mutated)
 
 

@@ -43,6 +43,7 @@ class Check:
 
     def add(self, name: str, ours: Tensor, theirs: Tensor) -> None:
         self.tensors += 1
+        ours = ours.cpu()
         if ours.shape != theirs.shape:
             self.error = float("inf")
             self.first_off = self.first_off or f"{name}: shape {list(ours.shape)}, recorded {list(theirs.shape)}"
@@ -137,7 +138,7 @@ class Case:
                 self.pictures.setdefault(run.name, []).append(end.decode())
             maps.append(end.features)
             theirs = self.recorded.tensors.get(f"{run.name}.f_hat.{end.scale.index}")
-            return theirs if run.sampling.smooth else None
+            return theirs.to(end.features.device) if run.sampling.smooth and theirs is not None else None
 
         context = Context(run.images, self.schedule, run.sampling, self.backbone.depth, self.backbone.parts)
         who = [TracedImage(None)] * run.images

@@ -109,7 +109,7 @@ def _run(name: str, values: Any, recorded: Recorded, scales: int, depth: int) ->
     return RecordedRun(name, condition, len(condition.text), sampling, generator, "bits", finish)
 
 
-def open_case(folder: Path, config: dict[str, Any], recorded: Recorded) -> Case:
+def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: torch.device) -> Case:
     patchify = bool(section(config, "transformer").get("apply_spatial_patchify", 0))
     bsq = _tokenizer_config(section(config, "vae"), patchify)
     infinity = _backbone_config(section(config, "transformer"), bsq)
@@ -117,7 +117,7 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recorded) -> Case:
     tokenizer = official_part(open_states(folder / "vae.safetensors"), ("bsq",), bsq)
     schedule = _schedule(config)
     runs = [_run(n, v, recorded, len(schedule), infinity.depth) for n, v in section(config, "runs").items()]
-    models = [part.build(torch.float32, "cpu") for part in (backbone, tokenizer)]
+    models = [part.build(torch.float32, device) for part in (backbone, tokenizer)]
     return Case(folder, models[0], models[1], schedule, runs, recorded)
 
 
@@ -161,7 +161,7 @@ def _rotary(case: Case) -> None:
 
 def _tokenizer(case: Case) -> None:
     recorded, tokenizer = case.recorded, case.tokenizer
-    encoded = tokenizer.encode(recorded.get("vae.image"), case.schedule)
+    encoded = tokenizer.encode(recorded.get("vae.image").to(tokenizer.device), case.schedule)
     recorded.compare("vae.h", encoded.features)
     for scale, bits in zip(case.schedule, encoded.tokens, strict=True):
         latent = tokenizer.to_map(bits.float(), scale.grid).permute(0, 2, 3, 1)
@@ -173,7 +173,7 @@ def _tokenizer(case: Case) -> None:
 def _rounded(case: Case) -> None:
     """Once more, with the rounding that the official code applies even in a float32 run."""
     config = dataclasses.replace(case.backbone.config, round_cross_attention=True)
-    rounded = Infinity(config).eval().requires_grad_(False)
+    rounded = Infinity(config).eval().requires_grad_(False).to(case.backbone.device)
     rounded.load_state_dict(case.backbone.state_dict())
     for run in case.runs:
         if any(name.startswith(f"{ROUNDED}/{run.name}.") for name in case.recorded.tensors):

@@ -92,14 +92,14 @@ def _run(name: str, values: Any, recorded: Recorded, classes: int, scales: int) 
     return RecordedRun(name, labels, len(labels), sampling, generator, "tokens", finish, tolerance)
 
 
-def open_case(folder: Path, config: dict[str, Any], recorded: Recorded) -> Case:
+def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: torch.device) -> Case:
     sides = section(config, "transformer").get("patch_nums", [])
     vq = _tokenizer_config(section(config, "vae"), len(sides))
     var = _backbone_config(section(config, "transformer"), vq)
     backbone = official_part(open_states(folder / "state.safetensors"), ("var",), var)
     tokenizer = official_part(open_states(folder / "vae.safetensors"), ("vq",), vq)
     runs = [_run(n, v, recorded, var.classes, len(sides)) for n, v in section(config, "runs").items()]
-    models = [part.build(torch.float32, "cpu") for part in (backbone, tokenizer)]
+    models = [part.build(torch.float32, device) for part in (backbone, tokenizer)]
     return Case(folder, models[0], models[1], Schedule.squares(sides), runs, recorded)
 
 
@@ -120,7 +120,7 @@ def play(case: Case, keep_pictures: bool) -> None:
 def _teacher_forced(case: Case) -> None:
     """One masked pass over the recorded inputs must give what was generated scale by scale."""
     recorded, schedule = case.recorded, case.schedule
-    x = recorded.get("tf.x").float()
+    x = recorded.get("tf.x").float().to(case.backbone.device)
     parts = x.split([s.tokens for s in schedule][1:], dim=1)
     with torch.inference_mode():
         state = case.backbone.begin(recorded.get("tf.labels").long(), schedule, guided=False)
@@ -130,7 +130,7 @@ def _teacher_forced(case: Case) -> None:
 
 def _tokenizer(case: Case) -> None:
     recorded = case.recorded
-    encoded = case.tokenizer.encode(recorded.get("vae.image"), case.schedule)
+    encoded = case.tokenizer.encode(recorded.get("vae.image").to(case.tokenizer.device), case.schedule)
     recorded.compare("vae.f", encoded.features)
     for k, (tokens, total) in enumerate(zip(encoded.tokens, encoded.maps, strict=True)):
         recorded.compare(f"vae.tokens.{k}", tokens, tolerance=0, required=True)

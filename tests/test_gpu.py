@@ -1,0 +1,46 @@
+"""The same on a CUDA device: `make test-gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import BUNDLED, ask, same_tokens
+from nextscale.testing import tiny_infinity, tiny_var
+from nextscale.verify import verify
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+MAKERS = {"var": tiny_var, "infinity": tiny_infinity, "patchified": lambda: tiny_infinity(patchify=True)}
+
+
+@pytest.mark.parametrize("case", BUNDLED, ids=lambda p: p.name)
+def test_recorded_case(case) -> None:
+    report = verify(case, device="cuda")
+    assert [f"{c.quantity}: {c.error} > {c.tolerance}, {c.first_off}" for c in report.checks if not c.ok] == []
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_cpu_and_gpu(make, dtype: str) -> None:
+    """Tokens forced, so that one flipped token cannot hide everything behind it."""
+    tokens = ask(make(), 2).tokens
+    logits: dict[str, list] = {"cpu": [], "cuda": []}
+    for device, kept in logits.items():
+        pipe = make().to(device, dtype=dtype if device == "cuda" else None)
+        ask(pipe, 2, force_tokens=tokens, callback_on_scale_end=lambda e, kept=kept: kept.append(e.logits.cpu()))
+    worst = max((a - b).abs().max().item() for a, b in zip(*logits.values(), strict=True))
+    print(f"{dtype}: largest difference of the logits {worst:.1e}")
+    assert worst < (1e-4 if dtype == "float32" else 0.3)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_seeds_on_the_gpu(make) -> None:
+    pipe = make().to("cuda")
+    batch = ask(pipe, 3)
+    assert same_tokens(batch, ask(pipe, 3))
+    single = ask(pipe, 1, first=2)
+    equal = [torch.equal(b[2:], s) for b, s in zip(batch.tokens, single.tokens, strict=True)]
+    assert all(equal)
+    on_cpu = ask(make(), 3, generator=torch.Generator().manual_seed(1), seed=None)
+    on_gpu = ask(pipe, 3, generator=torch.Generator().manual_seed(1), seed=None)
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(on_cpu.tokens, on_gpu.tokens, strict=True))
