@@ -29,7 +29,7 @@ format: $(VENV)/.ready
 
 # On a machine with a GPU whose python3 already has the dependencies (no virtual environment is made).
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m "gpu or not gpu"
+	PYTHONPATH=$(CURDIR)/src $(PYTHON) -m pytest -m "gpu or not gpu"
 
 bench-load: $(VENV)/.ready
 	$(BIN)/python benchmarks/loading.py

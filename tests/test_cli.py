@@ -32,7 +32,7 @@ def var_files(tmp_path_factory) -> Path:
 
 
 def test_generate(var_files: Path, tmp_path: Path) -> None:
-    options = ("--weights", var_files / "mine.pth", "--seed", 3)
+    options = ("--weights", var_files / "mine.pth", "--seed", 3, "--device", "cpu")
     done = run("generate", "4", *options, "--out", tmp_path / "a" / "one.png", "--trace", tmp_path / "t.json")
     assert done.returncode == 0, done.stderr
     assert "wrote" in done.stdout

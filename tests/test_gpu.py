@@ -9,6 +9,8 @@ from conftest import BUNDLED, ask, same_tokens
 from nextscale.testing import tiny_infinity, tiny_var
 from nextscale.verify import verify
 
+# In float32, torch lets convolutions round to TF32 unless told otherwise.
+torch.backends.cudnn.allow_tf32 = False
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 MAKERS = {"var": tiny_var, "infinity": tiny_infinity, "patchified": lambda: tiny_infinity(patchify=True)}
 

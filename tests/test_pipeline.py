@@ -156,10 +156,11 @@ def test_estimated_cache_is_what_a_run_reserves(any_pipe, monkeypatch) -> None:
         return runs[-1]
 
     monkeypatch.setattr(loop, "Run", remember)
-    pipe = any_pipe
-    out = ask(pipe, 2, pixel_budget=pipe.spec.pixel_budget) if pipe.spec.pixel_budget else ask(pipe, 2)
-    assert sum(cache.nbytes for cache in runs[0].kv) == pipe.estimate(batch=2).kv_cache
-    assert len(out.images) == 2
+    pipe, reserved = any_pipe, []
+    options = {"pixel_budget": pipe.spec.pixel_budget} if pipe.spec.pixel_budget else {}
+    ask(pipe, 2, callback_on_scale_end=lambda e: reserved.append(sum(c.nbytes for c in runs[0].kv)), **options)
+    assert set(reserved) == {pipe.estimate(batch=2).kv_cache}
+    assert runs[0].kv == [], "freed before the decoder runs"
 
 
 BAD_FOR_ALL = [

@@ -16,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes. The decoder runs after the blocks, so only the larger of their buffers counts."""
+    """Bytes. The decoder runs when the KV cache is gone, so only the larger of the two phases counts."""
 
     weights: int
     text: int  # keys and values of the prompts
@@ -26,7 +26,7 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        return self.weights + self.text + self.kv_cache + max(self.blocks, self.decoder)
+        return self.weights + max(self.text + self.kv_cache + self.blocks, self.decoder)
 
     def __str__(self) -> str:
         parts = ("weights", "text", "kv_cache", "blocks", "decoder", "total")

@@ -210,6 +210,7 @@ class Pipeline:
                 forced,
                 after,
             )
+        run.release()
         self._wait()
         generated = time.perf_counter()
         images = run.features if output_type == "latent" else as_output(self.decode(run.features), output_type)

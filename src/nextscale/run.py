@@ -114,6 +114,11 @@ class Run:
             self.features[which] = features
         self.tokens[scale.index][which] = tokens.to(torch.int32)
 
+    def release(self) -> None:
+        """After the last scale only features and tokens are needed; the decoder can have the memory."""
+        self.kv.clear()
+        self.state = None
+
     def stop(self, scale: Scale) -> None:
         """The caller ends the run after `scale`."""
         for image in self.rows.which:

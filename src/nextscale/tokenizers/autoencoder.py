@@ -24,8 +24,10 @@ class ResidualBlock(nn.Module):
         self.nin_shortcut = nn.Conv2d(channels, out, 1) if channels != out else None
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.conv1(F.silu(self.norm1(x)))
-        h = self.conv2(F.silu(self.norm2(h)))
+        # At full size these maps decide the memory of a run, so none is kept longer than needed.
+        h = self.conv1(F.silu(self.norm1(x), inplace=True))
+        h = F.silu(self.norm2(h), inplace=True)
+        h = self.conv2(h)
         return (x if self.nin_shortcut is None else self.nin_shortcut(x)) + h
 
 

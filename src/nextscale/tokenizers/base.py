@@ -36,10 +36,11 @@ class ImageTokenizer(nn.Module, ABC):
         return next(self.parameters()).device
 
     def decoder_bytes(self, schedule: Schedule) -> int:
-        """Buffers of the decoder per image: a residual block holds about four maps at full size."""
+        """Buffers of the decoder per image, all at full size: maps of a residual block and the workspace of its
+        convolutions. The two weights are fitted to what an H200 used (benchmarks/memory.py)."""
         h, w = schedule.last
-        channels = self.config.channels * max(self.config.multipliers[:2])
-        return 4 * self.dtype.itemsize * channels * h * w * self.stride**2
+        outer, inner = (self.config.channels * m for m in self.config.multipliers[:2])
+        return self.dtype.itemsize * (4 * outer + 3 * inner) * h * w * self.stride**2
 
     @staticmethod
     def computes_in_dtype(name: str) -> bool:
