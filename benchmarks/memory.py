@@ -12,8 +12,8 @@ import sys
 
 import torch
 
-from nextscale.checkpoints.load import CLASSES, set_dtype
-from nextscale.checkpoints.pretrained import TOKENIZER_OF
+from nextscale.checkpoints.families import FAMILIES
+from nextscale.checkpoints.load import set_dtype
 from nextscale.estimate import GIB
 from nextscale.models.registry import MODELS
 from nextscale.pipeline import Pipeline
@@ -36,9 +36,10 @@ RUNS = (  # model, images, dtype
 def random_pipeline(name: str, dtype: str) -> Pipeline:
     spec = MODELS[name]
     modules = []
-    for family, config in ((spec.family, spec.backbone), (TOKENIZER_OF[spec.family], spec.tokenizer)):
+    family = FAMILIES[spec.family]
+    for cls, config in ((family.module, spec.backbone), (FAMILIES[str(family.tokenizer)].module, spec.tokenizer)):
         with torch.device("meta"):
-            module = CLASSES[family](config).eval().requires_grad_(False)
+            module = cls(config).eval().requires_grad_(False)
         set_dtype(module, getattr(torch, dtype))
         module = module.to_empty(device="cuda")
         for p in module.parameters():

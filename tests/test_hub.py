@@ -90,7 +90,7 @@ import dataclasses, json, sys
 from nextscale import MODELS, NextscaleError, Pipeline
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.files import open_states
-from nextscale.checkpoints.load import BACKBONES
+from nextscale.checkpoints.families import BACKBONES
 def register(name, case, like, **files):
     part = pretrained.official_part(open_states(locate.Path(case) / "state.safetensors"), BACKBONES)
     MODELS[name] = dataclasses.replace(MODELS[like], name=name, backbone=part.config, **files)

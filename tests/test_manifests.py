@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from conftest import DATA
-from nextscale.checkpoints.infer import infer_config
-from nextscale.checkpoints.keys import IGNORED, family_of, rename
-from nextscale.checkpoints.load import CLASSES, check
+from nextscale.checkpoints.families import FAMILIES, family_of, infer_config, rename
+from nextscale.checkpoints.load import check
 from nextscale.checkpoints.official import LiveState
 from nextscale.models.registry import INFINITY_SIZES, MODELS, infinity_config
 
@@ -29,16 +28,15 @@ def test_one_to_one(name: str) -> None:
     if name.startswith("var_"):  # the schedule of an unknown size would be read off lvl_1L, which has no data here
         del state.infos["lvl_1L"]
     family = family_of(state.infos)
-    assert family == ("vq" if name.startswith("vae") else "bsq" if "vae" in name else name.split("_")[0])
+    assert family.name == ("vq" if name.startswith("vae") else "bsq" if "vae" in name else name.split("_")[0])
     names = rename(family, state.infos)
     config = infer_config(family, state, names)
     with torch.device("meta"):
-        module = CLASSES[family](config)
+        module = family.module(config)
     check(module, state, names)
     assert sorted(names.values()) == sorted(n for n, _ in module.named_parameters())
     left_out = {key.rpartition(".")[2] for key in state.infos if key not in names}
     assert left_out <= {"attn_bias_for_masking", "zero_k_bias", "ema_vocab_hit_SV", "mask"}
-    assert IGNORED[family]
 
 
 def test_shapes_tell_the_published_models() -> None:
@@ -47,14 +45,16 @@ def test_shapes_tell_the_published_models() -> None:
         name = {"infinity_2b_reg": "infinity_2b", "infinity_125M_256x256": "infinity_layer12"}.get(name, name)
         name = "infinity_8b" if name.startswith("infinity_8b") else name
         state = state_of(name)
-        config = infer_config(spec.family, state, rename(spec.family, state.infos))
+        family = FAMILIES[spec.family]
+        config = infer_config(family, state, rename(family, state.infos))
         assert config == spec.backbone, spec.name
 
 
 @pytest.mark.parametrize("name", INFINITY_SIZES)
 def test_infinity_sizes(name: str) -> None:
     state = state_of(name)
-    config = infer_config("infinity", state, rename("infinity", state.infos))
+    family = FAMILIES["infinity"]
+    config = infer_config(family, state, rename(family, state.infos))
     assert config == infinity_config(*INFINITY_SIZES[name], config.bits)
 
 
@@ -63,5 +63,5 @@ def test_parameter_counts() -> None:
     for name, millions in {"var-d16": 310.28, "var-d30": 2010.02, "var-d36": 2353.89, "infinity-2b": 2204.6}.items():
         spec = MODELS[name]
         with torch.device("meta"):
-            module = CLASSES[spec.family](spec.backbone)
+            module = FAMILIES[spec.family].module(spec.backbone)
         assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import torch
 
-from nextscale.checkpoints.load import CLASSES, Progress, check
+from nextscale.checkpoints.load import Progress, check
 from nextscale.checkpoints.locate import CONFIG, FORMAT, WEIGHTS
 from nextscale.checkpoints.pretrained import Blueprint, Part, describe
 from nextscale.errors import NextscaleError
@@ -67,7 +67,7 @@ def _entries(parts: dict[str, Part], dtype: torch.dtype) -> list[Entry]:
     entries = []
     for prefix, part in parts.items():
         with torch.device("meta"):
-            module = CLASSES[part.family](part.config)
+            module = part.family.module(part.config)
         check(module, part.state, part.names)
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         for key, name in part.names.items():

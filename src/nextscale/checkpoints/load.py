@@ -9,29 +9,9 @@ import torch
 from torch import nn
 
 from nextscale.checkpoints.files import StateFile
-from nextscale.checkpoints.keys import FAMILY_NAMES, family_of
 from nextscale.errors import NextscaleError, choices
-from nextscale.models.infinity import Infinity
-from nextscale.models.var import VAR
-from nextscale.tokenizers.bsq import BSQTokenizer
-from nextscale.tokenizers.vq import VQTokenizer
 
 Progress = Callable[[int], None]  # told the bytes of every chunk that was read
-
-CLASSES: dict[str, Any] = {"var": VAR, "infinity": Infinity, "vq": VQTokenizer, "bsq": BSQTokenizer}
-BACKBONES = ("var", "infinity")
-TOKENIZERS = ("vq", "bsq")
-
-
-def pick(states: list[StateFile], families: tuple[str, ...]) -> tuple[str, StateFile]:
-    """The state dict of one of these families among those that a file holds."""
-    found = [(family_of(state.infos), state) for state in states]
-    for family, state in found:
-        if family in families:
-            return family, state
-    have = [FAMILY_NAMES[f] if f else "a state dict of no known model" for f, _ in found]
-    want = " or ".join(FAMILY_NAMES[f] for f in families)
-    raise NextscaleError(f"{states[0].path} holds {' and '.join(dict.fromkeys(have))}, but {want} is needed")
 
 
 def build(

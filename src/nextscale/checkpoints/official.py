@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from nextscale.checkpoints.families import BACKBONES
 from nextscale.checkpoints.files import StateFile, TensorInfo
-from nextscale.checkpoints.load import BACKBONES
-from nextscale.checkpoints.pretrained import TOKENIZER_OF, Part, assemble, official_part
+from nextscale.checkpoints.pretrained import Part, assemble, official_part
 from nextscale.errors import NextscaleError
 from nextscale.schedule import PIXEL_BUDGETS
 
@@ -48,11 +48,16 @@ def from_official(model: Any, vae: Any = None, *, text_encoder: TextEncoder | No
     if vae is None:
         raise NextscaleError("pass the tokenizer object too: from_official(model, vae)")
     backbone = official_part([_live(model)], BACKBONES)
-    tokenizer = official_part([_live(vae)], (TOKENIZER_OF[backbone.family],))
-    read = {"var": _read_var, "infinity": _read_infinity}[backbone.family]
-    plan = assemble(*read(backbone, tokenizer, model, vae), spec=None, source=type(model).__name__)
+    tokenizer = official_part([_live(vae)], (str(backbone.family.tokenizer),))
+    if backbone.family.read_live is not None:
+        configs = backbone.family.read_live(backbone.config, tokenizer.config, model, vae)
+        backbone, tokenizer = (
+            dataclasses.replace(part, config=config)
+            for part, config in zip((backbone, tokenizer), configs, strict=True)
+        )
+    plan = assemble(backbone, tokenizer, spec=None, source=type(model).__name__)
     spec = plan.spec
-    if backbone.family == "infinity" and getattr(model, "pn", None) in PIXEL_BUDGETS:
+    if spec.pixel_budget is not None and getattr(model, "pn", None) in PIXEL_BUDGETS:
         spec = dataclasses.replace(spec, pixel_budget=model.pn)
     parts = (
         _build(plan.backbone, "blocks.0.attn.qkv.weight"),
@@ -72,35 +77,3 @@ def _build(part: Part, measure: str) -> Any:
     key = next(key for key, name in part.names.items() if name == measure)
     weight = part.state.tensors([key])[key]
     return part.build(weight.dtype, weight.device)
-
-
-def _only(model: Any, name: str, value: Any) -> None:
-    found = getattr(model, name, value)
-    if found != value:
-        raise NextscaleError(f"{type(model).__name__} has {name} = {found!r}, but only {value!r} is supported")
-
-
-def _read_var(backbone: Part, tokenizer: Part, model: Any, vae: Any) -> tuple[Part, Part]:
-    """What the shapes do not tell: heads without cosine attention, epsilon, the share of phi."""
-    config = dataclasses.replace(
-        backbone.config,
-        heads=getattr(model, "num_heads", backbone.config.heads),
-        sides=tuple(getattr(model, "patch_nums", backbone.config.sides)),
-        eps=getattr(getattr(model.blocks[0], "ln_wo_grad", None), "eps", backbone.config.eps),
-    )
-    quantizer = vae.quantize
-    vq = dataclasses.replace(
-        tokenizer.config,
-        phi_ratio=abs(getattr(quantizer, "quant_resi_ratio", tokenizer.config.phi_ratio)),
-        normalised=bool(getattr(quantizer, "using_znorm", False)),
-    )
-    return dataclasses.replace(backbone, config=config), dataclasses.replace(tokenizer, config=vq)
-
-
-def _read_infinity(backbone: Part, tokenizer: Part, model: Any, vae: Any) -> tuple[Part, Part]:
-    _only(model, "rope2d_normalized_by_hw", 2)
-    _only(model, "add_lvl_embeding_only_first_block", 1)
-    if bool(getattr(model, "apply_spatial_patchify", 0)) != (backbone.config.bits == 4 * tokenizer.config.code_dim):
-        raise NextscaleError(f"the {type(vae).__name__} object is not the tokenizer of this {type(model).__name__}")
-    config = dataclasses.replace(backbone.config, eps=getattr(model, "norm_eps", backbone.config.eps))
-    return dataclasses.replace(backbone, config=config), tokenizer

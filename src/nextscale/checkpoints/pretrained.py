@@ -9,29 +9,22 @@ from typing import Any
 
 import torch
 
+from nextscale.checkpoints.families import BACKBONES, FAMILIES, family_of, infer_config, rename
+from nextscale.checkpoints.family import Family
 from nextscale.checkpoints.files import StateFile, open_states
-from nextscale.checkpoints.infer import infer_config
-from nextscale.checkpoints.keys import rename
-from nextscale.checkpoints.load import BACKBONES, CLASSES, Progress, build, pick
+from nextscale.checkpoints.load import Progress, build
 from nextscale.checkpoints.locate import Files
 from nextscale.errors import NextscaleError, choices
 from nextscale.models.base import Backbone
-from nextscale.models.infinity import InfinityConfig
 from nextscale.models.registry import MODELS, Defaults, ModelSpec
-from nextscale.models.var import VARConfig
 from nextscale.tokenizers.base import ImageTokenizer
-from nextscale.tokenizers.bsq import BSQConfig
-from nextscale.tokenizers.vq import VQConfig
-
-TOKENIZER_OF = {"var": "vq", "infinity": "bsq"}
-CONFIGS: dict[str, Any] = {"var": VARConfig, "infinity": InfinityConfig, "vq": VQConfig, "bsq": BSQConfig}
 
 
 @dataclass(frozen=True)
 class Part:
     """A module that can be built: which, and from which tensors."""
 
-    family: str
+    family: Family
     config: Any
     state: StateFile
     names: dict[str, str]  # key in the file -> our parameter
@@ -41,7 +34,7 @@ class Part:
         return sum(self.state.infos[key].nbytes for key in self.names)
 
     def build(self, dtype: torch.dtype, device: torch.device | str, progress: Progress | None = None) -> Any:
-        return build(CLASSES[self.family], self.config, self.state, self.names, dtype, device, progress)
+        return build(self.family.module, self.config, self.state, self.names, dtype, device, progress)
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,7 @@ def read(files: Files) -> Blueprint:
         return _converted(files.weights, files.converted)
     states = open_states(files.weights)
     backbone = official_part(states, BACKBONES)
-    want = (TOKENIZER_OF[backbone.family],)
+    want = (str(backbone.family.tokenizer),)
     if files.tokenizer is not None:
         tokenizer = official_part(open_states(files.tokenizer), want)
     else:
@@ -82,20 +75,31 @@ def read(files: Files) -> Blueprint:
 
 
 def _tokenizer_names(backbone: Part, spec: ModelSpec | None) -> list[str]:
-    specs = [s for s in MODELS.values() if s.family == backbone.family] if spec is None else [spec]
+    specs = [s for s in MODELS.values() if s.family == backbone.family.name] if spec is None else [spec]
     return list(dict.fromkeys(s.tokenizer_files[0] for s in specs))
 
 
 def official_part(states: list[StateFile], families: tuple[str, ...], config: Any = None) -> Part:
     """A module with the official weights; unless given, its configuration is told by their shapes."""
-    family, state = pick(states, families)
+    family, state = _pick(states, families)
     names = rename(family, state.infos)
     return Part(family, infer_config(family, state, names) if config is None else config, state, names)
 
 
+def _pick(states: list[StateFile], families: tuple[str, ...]) -> tuple[Family, StateFile]:
+    """The state dict of one of these families among those that a file holds."""
+    found = [(family_of(state.infos), state) for state in states]
+    for family, state in found:
+        if family is not None and family.name in families:
+            return family, state
+    have = [family.title if family else "a state dict of no known model" for family, _ in found]
+    want = " or ".join(FAMILIES[name].title for name in families)
+    raise NextscaleError(f"{states[0].path} holds {' and '.join(dict.fromkeys(have))}, but {want} is needed")
+
+
 def assemble(backbone: Part, tokenizer: Part, spec: ModelSpec | None, source: Path | str) -> Blueprint:
     """Check that the two belong together, and find out which published model they are."""
-    if backbone.family == "infinity":
+    if backbone.family.name == "infinity":
         tokenizer = _with_patchify(backbone, tokenizer)
     elif (backbone.config.vocabulary, backbone.config.code_dim) != (
         tokenizer.config.vocabulary,
@@ -109,7 +113,7 @@ def assemble(backbone: Part, tokenizer: Part, spec: ModelSpec | None, source: Pa
     if spec is not None and spec.backbone != backbone.config:
         known = [s.name for s in MODELS.values() if s.backbone == backbone.config]
         c = backbone.config
-        what = choices(known) if known else f"{backbone.family} of depth {c.depth} and width {c.width}"
+        what = choices(known) if known else f"{backbone.family.title} of depth {c.depth} and width {c.width}"
         raise NextscaleError(f"{source} holds {what}, not {spec.name}")
     return Blueprint(spec or spec_of(backbone.config, tokenizer.config, str(source)), backbone, tokenizer)
 
@@ -130,11 +134,10 @@ def spec_of(backbone: Any, tokenizer: Any, source: str) -> ModelSpec:
     for spec in MODELS.values():
         if spec.backbone == backbone:
             return spec
-    family = "var" if isinstance(backbone, VARConfig) else "infinity"
-    like = MODELS["var-d16" if family == "var" else "infinity-2b"]
+    like = next(spec for spec in MODELS.values() if type(spec.backbone) is type(backbone))
     return dataclasses.replace(
         like,
-        name=Path(source).stem or family,
+        name=Path(source).stem,
         backbone=backbone,
         tokenizer=tokenizer,
         repo="",
@@ -148,7 +151,7 @@ def describe(blueprint: Blueprint) -> dict[str, Any]:
     """The config.json of a converted model."""
     spec = blueprint.spec
     return {
-        "family": blueprint.backbone.family,
+        "family": blueprint.backbone.family.name,
         "model": spec.name,
         "backbone": dataclasses.asdict(blueprint.backbone.config),
         "tokenizer": dataclasses.asdict(blueprint.tokenizer.config),
@@ -161,11 +164,9 @@ def describe(blueprint: Blueprint) -> dict[str, Any]:
 def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
     where = weights.with_name("config.json")
     try:
-        family = config["family"]
-        configs = {
-            "backbone": _dataclass(CONFIGS[family], config["backbone"]),
-            "tokenizer": _dataclass(CONFIGS[TOKENIZER_OF[family]], config["tokenizer"]),
-        }
+        family = FAMILIES[config["family"]]
+        families = {"backbone": family, "tokenizer": FAMILIES[str(family.tokenizer)]}
+        configs = {part: _dataclass(of.config, config[part]) for part, of in families.items()}
         spec = dataclasses.replace(
             spec_of(configs["backbone"], configs["tokenizer"], config["model"]),
             name=config["model"],
@@ -177,7 +178,7 @@ def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
         raise NextscaleError(f"{where} is not a config of this version of nextscale: {error}") from None
     state = open_states(weights)[0]
     parts = []
-    for prefix, of in (("backbone", family), ("tokenizer", TOKENIZER_OF[family])):
+    for prefix, of in families.items():
         names = {key: key.removeprefix(f"{prefix}.") for key in state.infos if key.startswith(f"{prefix}.")}
         parts.append(Part(of, configs[prefix], state, names))
     return Blueprint(spec, *parts)

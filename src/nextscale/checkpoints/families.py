@@ -1,0 +1,52 @@
+"""Every family of official files, and how a state dict is told apart and renamed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nextscale.checkpoints import infinity, var
+from nextscale.checkpoints.family import Family
+from nextscale.checkpoints.files import StateFile
+from nextscale.errors import NextscaleError
+
+FAMILIES = {f.name: f for f in (var.FAMILY, infinity.FAMILY, var.TOKENIZER, infinity.TOKENIZER)}
+BACKBONES = tuple(f.name for f in FAMILIES.values() if f.tokenizer)
+
+
+def family_of(keys: Iterable[str]) -> Family | None:
+    """Whose state dict this is."""
+    known = set(keys)
+    return next((family for family in FAMILIES.values() if family.recognise(known)), None)
+
+
+def rename(family: Family, keys: Iterable[str]) -> dict[str, str]:
+    """Official key -> our parameter name, without the ignored buffers."""
+    names = {key: key for key in keys if not re.search(family.ignored, key)}
+    names = _unchunked(names)
+    for pattern, replacement in family.rename:
+        names = {key: re.sub(pattern, replacement, name) for key, name in names.items()}
+    if len(set(names.values())) != len(names):
+        raise NextscaleError("the checkpoint names a tensor twice, with and without its inner name")
+    return names
+
+
+def _unchunked(names: dict[str, str]) -> dict[str, str]:
+    """`block_chunks.a.module.b` -> `blocks.n`: the chunks only shaped the sharding of training."""
+    chunk = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.")
+    length = 1 + max((int(m.group(2)) for m in map(chunk.match, names) if m), default=0)
+
+    def flat(name: str) -> str:
+        return chunk.sub(lambda m: f"blocks.{int(m.group(1)) * length + int(m.group(2))}.", name)
+
+    return {key: flat(name) for key, name in names.items()}
+
+
+def infer_config(family: Family, state: StateFile, names: Mapping[str, str]) -> Any:
+    """The configuration that the shapes tell; `names` maps the file's keys to ours."""
+    shapes = {ours: state.infos[theirs].shape for theirs, ours in names.items()}
+    try:
+        return family.infer(shapes, state)
+    except KeyError as error:
+        raise NextscaleError(f"{state.path} lacks the tensor {error.args[0]!r}") from None
