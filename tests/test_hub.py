@@ -90,9 +90,9 @@ import dataclasses, json, sys
 from nextscale import MODELS, NextscaleError, Pipeline
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.files import open_states
-from nextscale.checkpoints.families import BACKBONES
+from nextscale.checkpoints.families import backbones
 def register(name, case, like, **files):
-    part = pretrained.official_part(open_states(locate.Path(case) / "state.safetensors"), BACKBONES)
+    part = pretrained.official_part(open_states(locate.Path(case) / "state.safetensors"), backbones())
     MODELS[name] = dataclasses.replace(MODELS[like], name=name, backbone=part.config, **files)
 register("tiny-var", {var!r}, "var-d16", repo="acme/var", weights="var_tiny.pth", tokenizer_files=("vae_tiny.pth",))
 register("tiny-infinity", {infinity!r}, "infinity-8b", repo="acme/infinity", weights="tiny_weights/",

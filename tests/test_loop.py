@@ -63,7 +63,7 @@ def test_a_batch_equals_single_runs(any_pipe, monkeypatch) -> None:
         watched.append(WatchedDraws(seeds, device))
         return watched[-1]
 
-    monkeypatch.setattr("nextscale.pipeline.PerImageDraws", make)
+    monkeypatch.setattr("nextscale.draws.PerImageDraws", make)
     batch = ask(any_pipe, 3)
     for i in range(3):
         single = ask(any_pipe, 1, first=i)
@@ -181,7 +181,7 @@ def test_the_same_random_numbers_with_and_without_a_method(any_pipe) -> None:
             return noise
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nextscale.pipeline.PerImageDraws", Noting)
+        patch.setattr("nextscale.draws.PerImageDraws", Noting)
         for method in (None, Rules(keep=True, skip=((0, 2), (0, 5)), unguided=((0, 4),))):
             seen.append({})
             ask(any_pipe, 2, method=method)

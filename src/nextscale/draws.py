@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import operator
+import secrets
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from nextscale.errors import NextscaleError
 
 
 class Draws(Protocol):
@@ -67,3 +71,39 @@ class OfficialDraws:
         device = like.device if self.generator is None else self.generator.device
         noise = torch.empty_like(like, device=device).exponential_(generator=self.generator)
         return -noise.log().to(like.device)
+
+
+def read_draws(
+    seed: int | Sequence[int] | None,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+    images: int,
+    device: torch.device,
+) -> tuple[Draws, list[int | None]]:
+    """The randomness that a call asks for, and the seed of every image (None where a generator was given)."""
+    if seed is not None and generator is not None:
+        raise NextscaleError("give seed or generator, not both")
+    if isinstance(generator, torch.Generator):
+        return OfficialDraws(generator), [None] * images
+    if generator is not None:
+        if len(generator) != images:
+            raise NextscaleError(f"{len(generator)} generators were given for {images} images")
+        seed = [int(torch.randint(2**62, (), generator=g, device=g.device)) for g in generator]
+    seeds = _seeds(seed, images)
+    return PerImageDraws(seeds, device), list(seeds)
+
+
+def _seeds(seed: int | Sequence[int] | None, images: int) -> list[int]:
+    """seed, seed + 1, ... of a number; random ones if none is given."""
+    if seed is None:
+        seed = secrets.randbelow(2**32)
+    try:
+        return [operator.index(seed) + i for i in range(images)]  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    try:
+        seeds = [operator.index(s) for s in seed]  # type: ignore[union-attr]
+    except TypeError:
+        raise NextscaleError(f"seed must be a whole number or a list of them, not {seed!r}") from None
+    if len(seeds) != images:
+        raise NextscaleError(f"{len(seeds)} seeds were given for {images} images")
+    return seeds

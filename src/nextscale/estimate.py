@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-
-import torch
 
 from nextscale.models.base import Backbone
 from nextscale.schedule import Schedule
@@ -60,12 +57,3 @@ def estimate(
         blocks=tokens * (rows * max(per_token, logits) + images * 5 * logits),
         decoder=images * tokenizer.decoder_bytes(schedule),
     )
-
-
-def memory_of(device: torch.device) -> int | None:
-    """Bytes that the device has in all; None where nobody tells."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    if device.type == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None

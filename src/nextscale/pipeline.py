@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from torch import Tensor
 
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.load import set_dtype
-from nextscale.draws import Draws, OfficialDraws, PerImageDraws
+from nextscale.devices import as_device, as_dtype, memory_of, name_of, wait_for
+from nextscale.draws import read_draws
 from nextscale.errors import NextscaleError, choices
-from nextscale.estimate import GIB, Estimate, estimate, memory_of
+from nextscale.estimate import GIB, Estimate, estimate
 from nextscale.images import OUTPUT_TYPES, as_output
 from nextscale.loop import Callback, ScaleEnd, generate
 from nextscale.methods.base import Context, Method, Policy
@@ -24,7 +24,7 @@ from nextscale.models.base import Backbone
 from nextscale.models.registry import ModelSpec
 from nextscale.progress import bar
 from nextscale.prompts import Prompts, read_labels, read_text
-from nextscale.sampling import Sampling
+from nextscale.sampling import Sampling, read_forced
 from nextscale.schedule import Schedule
 from nextscale.text.base import TextEncoder
 from nextscale.text.t5 import T5Encoder
@@ -90,7 +90,7 @@ class Pipeline:
         return cls(backbone, tokenizer, plan.spec, encoder, progress_bar)
 
     def __repr__(self) -> str:
-        return f"Pipeline({self.spec.name}, dtype={str(self.dtype).split('.')[1]}, device={self.device})"
+        return f"Pipeline({self.spec.name}, dtype={name_of(self.dtype)}, device={self.device})"
 
     @property
     def device(self) -> torch.device:
@@ -175,17 +175,17 @@ class Pipeline:
             len(schedule), guidance_scale, temperature, top_k, top_p, greedy, smooth, guidance_layers
         )
         self._require_memory(schedule, prompts.images, sampling, prompts.text_length)
-        draws, seeds = self._draws(seed, generator, prompts.images)
-        forced = self._forced(force_tokens, schedule, prompts.images)
+        draws, seeds = read_draws(seed, generator, prompts.images, self.device)
+        forced = read_forced(force_tokens, schedule, prompts.images, self.backbone)
         condition = prompts.condition(self)
-        self._wait()
+        wait_for(self.device)
         encoded = time.perf_counter()
 
         context = Context(prompts.images, schedule, sampling, self.backbone.depth, self.backbone.parts)
         policy = Policy(context) if method is None else method.start(context)
         header = {
             "model": self.spec.name,
-            "dtype": str(self.dtype).split(".")[1],
+            "dtype": name_of(self.dtype),
             "device": str(self.device),
             "runtime": "eager",
             "method": None if method is None else method.to_dict(),
@@ -211,10 +211,10 @@ class Pipeline:
                 after,
             )
         run.release()
-        self._wait()
+        wait_for(self.device)
         generated = time.perf_counter()
         images = run.features if output_type == "latent" else as_output(self.decode(run.features), output_type)
-        self._wait()
+        wait_for(self.device)
         done = time.perf_counter()
         trace.seconds = {"text": encoded - started, "scales": generated - encoded, "decode": done - generated}
         return Output(images, trace, run.tokens, seeds)
@@ -289,38 +289,6 @@ class Pipeline:
             return read_labels(prompt, self.backbone.config.classes, repeat)
         return read_text(prompt, negative, embeds, negative_embeds, self.backbone.config, repeat)
 
-    def _draws(self, seed: Any, generator: Any, images: int) -> tuple[Draws, list[int | None]]:
-        if seed is not None and generator is not None:
-            raise NextscaleError("give seed or generator, not both")
-        if isinstance(generator, torch.Generator):
-            return OfficialDraws(generator), [None] * images
-        if generator is not None:
-            if len(generator) != images:
-                raise NextscaleError(f"{len(generator)} generators were given for {images} images")
-            seed = [int(torch.randint(2**62, (), generator=g, device=g.device)) for g in generator]
-        seeds = read_seeds(seed, images)
-        return PerImageDraws(seeds, self.device), list(seeds)
-
-    def _forced(self, tokens: Sequence[Tensor], schedule: Schedule, images: int) -> list[Tensor]:
-        if len(tokens) > len(schedule):
-            raise NextscaleError(f"force_tokens has {len(tokens)} scales, the schedule {len(schedule)}")
-        forced = []
-        for scale, given in zip(schedule, tokens, strict=False):
-            shape = (scale.tokens, *self.backbone.token_shape)
-            t = torch.as_tensor(given, device=self.device).long()
-            if t.shape == shape:
-                t = t.expand(images, *shape)
-            if t.shape != (images, *shape):
-                raise NextscaleError(
-                    f"force_tokens of scale {scale.index + 1} have shape {list(t.shape)}, not {[images, *shape]}"
-                )
-            if t.min() < 0 or t.max() >= self.backbone.token_values:
-                raise NextscaleError(
-                    f"force_tokens of scale {scale.index + 1} must lie in 0..{self.backbone.token_values - 1}"
-                )
-            forced.append(t)
-        return forced
-
     def _require_memory(self, schedule: Schedule, images: int, sampling: Sampling, text_length: int) -> None:
         need = self._estimate(schedule, images, sampling.guided_until > 0, text_length).total
         have = memory_of(self.device)
@@ -329,40 +297,3 @@ class Pipeline:
                 f"{images} images of {len(schedule)} scales need about {need / GIB:.0f} GiB, but {self.device} has "
                 f"{have / GIB:.0f} GiB; make fewer at a time, or smaller ones"
             )
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def read_seeds(seed: int | Sequence[int] | None, images: int) -> list[int]:
-    """One seed per image: seed, seed + 1, ... of a number; random ones if none is given."""
-    if seed is None:
-        seed = secrets.randbelow(2**32)
-    if isinstance(seed, bool):
-        raise NextscaleError("seed must be a whole number or a list of them")
-    if isinstance(seed, int):
-        return [seed + i for i in range(images)]
-    seeds = [int(s) for s in seed]
-    if len(seeds) != images:
-        raise NextscaleError(f"{len(seeds)} seeds were given for {images} images")
-    return seeds
-
-
-def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    allowed = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if isinstance(dtype, str):
-        dtype = allowed.get(dtype.removeprefix("torch."), dtype)
-    if dtype not in allowed.values():
-        raise NextscaleError(f"dtype {dtype!r} is not supported; allowed: {choices(allowed)}")
-    return dtype  # type: ignore[return-value]
-
-
-def as_device(device: torch.device | str) -> torch.device:
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise NextscaleError(f"unknown device {device!r}; allowed: cpu, cuda, cuda:1, mps, ...") from None
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise NextscaleError("device 'cuda' was asked for, but this torch sees no CUDA device; allowed here: cpu")
-    return chosen

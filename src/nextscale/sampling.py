@@ -13,9 +13,10 @@ from torch import Tensor
 from nextscale.draws import Draws
 from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
-from nextscale.schedule import Scale
+from nextscale.schedule import Scale, Schedule
 
 if TYPE_CHECKING:
+    from nextscale.models.base import Backbone
     from nextscale.tokenizers.base import ImageTokenizer
 
 
@@ -114,3 +115,21 @@ def sample(
     if forced is not None:
         tokens = forced
     return Drawn(tokens, tokenizer.codes(tokens))
+
+
+def read_forced(tokens: Sequence[Tensor], schedule: Schedule, images: int, backbone: Backbone) -> list[Tensor]:
+    """Tokens of the first scales as the user gives them, checked; one set may stand for all images."""
+    if len(tokens) > len(schedule):
+        raise NextscaleError(f"force_tokens has {len(tokens)} scales, the schedule {len(schedule)}")
+    forced = []
+    for scale, given in zip(schedule, tokens, strict=False):
+        where, shape = f"force_tokens of scale {scale.index + 1}", (scale.tokens, *backbone.token_shape)
+        t = torch.as_tensor(given, device=backbone.device).long()
+        if t.shape == shape:
+            t = t.expand(images, *shape)
+        if t.shape != (images, *shape):
+            raise NextscaleError(f"{where} have shape {list(t.shape)}, not {[images, *shape]}")
+        if t.min() < 0 or t.max() >= backbone.token_values:
+            raise NextscaleError(f"{where} must lie in 0..{backbone.token_values - 1}")
+        forced.append(t)
+    return forced

@@ -71,5 +71,7 @@ def _pipeline(
 ) -> Pipeline:
     randomise(backbone, seed)
     randomise(tokenizer, seed + 1)
-    spec = ModelSpec(name, backbone.config, tokenizer.config, defaults, "", "", (), pixel_budget=budget)
+    spec = ModelSpec(
+        name, backbone.family, backbone.config, tokenizer.config, defaults, "", "", (), pixel_budget=budget
+    )
     return Pipeline(backbone, tokenizer, spec, progress_bar=False)

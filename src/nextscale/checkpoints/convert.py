@@ -16,6 +16,7 @@ import torch
 from nextscale.checkpoints.load import Progress, check
 from nextscale.checkpoints.locate import CONFIG, FORMAT, WEIGHTS
 from nextscale.checkpoints.pretrained import Blueprint, Part, describe
+from nextscale.devices import name_of
 from nextscale.errors import NextscaleError
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -35,7 +36,7 @@ def convert(blueprint: Blueprint, out: str | Path, dtype: torch.dtype, progress:
             "format": FORMAT,
             "version": VERSION,
             **describe(blueprint),
-            "dtype": str(dtype).split(".")[1],
+            "dtype": name_of(dtype),
         }
         (scratch / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         with (scratch / WEIGHTS).open("wb") as file:

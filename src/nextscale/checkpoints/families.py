@@ -12,7 +12,10 @@ from nextscale.checkpoints.files import StateFile
 from nextscale.errors import NextscaleError
 
 FAMILIES = {f.name: f for f in (var.FAMILY, infinity.FAMILY, var.TOKENIZER, infinity.TOKENIZER)}
-BACKBONES = tuple(f.name for f in FAMILIES.values() if f.tokenizer)
+
+
+def backbones() -> tuple[str, ...]:
+    return tuple(f.name for f in FAMILIES.values() if f.tokenizer)
 
 
 def family_of(keys: Iterable[str]) -> Family | None:

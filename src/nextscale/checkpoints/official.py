@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from nextscale.checkpoints.families import BACKBONES
+from nextscale.checkpoints.families import backbones
 from nextscale.checkpoints.files import StateFile, TensorInfo
 from nextscale.checkpoints.pretrained import Part, assemble, official_part
 from nextscale.errors import NextscaleError
@@ -47,7 +47,7 @@ def from_official(model: Any, vae: Any = None, *, text_encoder: TextEncoder | No
         vae = next(iter(getattr(model, "vae_proxy", ())), None)
     if vae is None:
         raise NextscaleError("pass the tokenizer object too: from_official(model, vae)")
-    backbone = official_part([_live(model)], BACKBONES)
+    backbone = official_part([_live(model)], backbones())
     tokenizer = official_part([_live(vae)], (str(backbone.family.tokenizer),))
     if backbone.family.read_live is not None:
         configs = backbone.family.read_live(backbone.config, tokenizer.config, model, vae)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nextscale.checkpoints.families import BACKBONES, FAMILIES, family_of, infer_config, rename
+from nextscale.checkpoints.families import FAMILIES, backbones, family_of, infer_config, rename
 from nextscale.checkpoints.family import Family
 from nextscale.checkpoints.files import StateFile, open_states
 from nextscale.checkpoints.load import Progress, build
@@ -59,7 +59,7 @@ def read(files: Files) -> Blueprint:
     if files.converted is not None:
         return _converted(files.weights, files.converted)
     states = open_states(files.weights)
-    backbone = official_part(states, BACKBONES)
+    backbone = official_part(states, backbones())
     want = (str(backbone.family.tokenizer),)
     if files.tokenizer is not None:
         tokenizer = official_part(open_states(files.tokenizer), want)
@@ -131,9 +131,8 @@ def _with_patchify(backbone: Part, tokenizer: Part) -> Part:
 
 def spec_of(backbone: Any, tokenizer: Any, source: str) -> ModelSpec:
     """The published model with this configuration, or a description of an unpublished one."""
-    for spec in MODELS.values():
-        if spec.backbone == backbone:
-            return spec
+    if spec := next((s for s in MODELS.values() if s.backbone == backbone), None):
+        return spec
     like = next(spec for spec in MODELS.values() if type(spec.backbone) is type(backbone))
     return dataclasses.replace(
         like,

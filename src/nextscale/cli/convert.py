@@ -19,7 +19,7 @@ def convert(
     """Write a model as one safetensors file + config.json, which loads without guessing."""
     from nextscale.checkpoints import locate, pretrained
     from nextscale.checkpoints.convert import convert as write
-    from nextscale.pipeline import as_dtype
+    from nextscale.devices import as_dtype
     from nextscale.progress import bar
 
     target = as_dtype(dtype)

@@ -21,8 +21,8 @@ def verify(
 
     Exit code 0 only if every token and bit is equal and every float within its tolerance.
     """
+    from nextscale.devices import as_device
     from nextscale.images import image_paths, save_all
-    from nextscale.pipeline import as_device
     from nextscale.verify import verify as play
 
     paths = [] if picture is None else image_paths(picture, 1)

@@ -31,6 +31,7 @@ class Defaults:
 @dataclass(frozen=True)
 class ModelSpec:
     name: str
+    family: str
     backbone: Any  # VARConfig | InfinityConfig
     tokenizer: Any  # VQConfig | BSQConfig
     defaults: Defaults
@@ -41,16 +42,13 @@ class ModelSpec:
     text_encoder: str | None = None
     notes: str = field(default="", compare=False)
 
-    @property
-    def family(self) -> str:
-        return "var" if isinstance(self.backbone, VARConfig) else "infinity"
-
 
 def _var(depth: int, size: int) -> ModelSpec:
     shared = depth == 36
     config = VARConfig(depth, 64 * depth, depth, 256 * depth, VAR_SIDES[size], shared_modulation=shared)
     return ModelSpec(
         name=f"var-d{depth}",
+        family="var",
         backbone=config,
         tokenizer=VQConfig(),
         defaults=Defaults(guidance_scale=4.0),
@@ -92,6 +90,7 @@ def _infinity(
     bits = tokenizer.code_dim * (4 if tokenizer.patchify else 1)
     return ModelSpec(
         name=name,
+        family="infinity",
         backbone=infinity_config(*INFINITY_SIZES[size], bits),
         tokenizer=tokenizer,
         defaults=defaults,
