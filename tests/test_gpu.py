@@ -8,6 +8,7 @@ import torch
 from conftest import BUNDLED, ask, same_tokens
 from nextscale.testing import tiny_infinity, tiny_var
 from nextscale.verify import verify
+from test_loop import test_ragged_selections_in_a_batch_equal_single_runs as check_ragged
 
 # In float32, torch lets convolutions round to TF32 unless told otherwise.
 torch.backends.cudnn.allow_tf32 = False
@@ -33,6 +34,11 @@ def test_logits_of_cpu_and_gpu(make, dtype: str) -> None:
     worst = max((a - b).abs().max().item() for a, b in zip(*logits.values(), strict=True))
     print(f"{dtype}: largest difference of the logits {worst:.1e}")
     assert worst < (1e-4 if dtype == "float32" else 0.3)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_plan_per_image(make) -> None:
+    check_ragged(make().to("cuda"))
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

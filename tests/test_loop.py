@@ -138,7 +138,7 @@ class RulesPolicy(Policy):
         for row, (image, count) in enumerate(zip(self.rows, self.counts, strict=True)):
             g = torch.Generator().manual_seed(1000 * (image + self.rules.offset) + 10 * self.scale.index + layer)
             index[row, :count] = torch.randperm(self.scale.tokens, generator=g)[:count].sort().values
-        return Selection(index, torch.tensor(self.counts))
+        return Selection(index.to(x.device), torch.tensor(self.counts, device=x.device))
 
 
 def test_ragged_selections_in_a_batch_equal_single_runs(any_pipe) -> None:

@@ -38,6 +38,7 @@ def combine(rows: Tensor, images: int, guided: Tensor | None, weight: float) -> 
         return conditional
     if guided is None:
         return weight * conditional + (1 - weight) * unconditional
+    guided = guided.to(rows.device)
     mixed = weight * conditional[guided] + (1 - weight) * unconditional
     return conditional.index_copy(0, guided, mixed)
 
@@ -47,4 +48,4 @@ def combine_inside(rows: Tensor, images: int, guided: Tensor | None, weight: flo
     if weight == 1 or len(rows) == images:
         return rows
     mixed = combine(rows, images, guided, weight)
-    return torch.cat((mixed, mixed if guided is None else mixed[guided]))
+    return torch.cat((mixed, mixed if guided is None else mixed[guided.to(rows.device)]))

@@ -70,7 +70,7 @@ class Hub:
                 f"{repo!r} is neither a model name, nor a local path, nor a hub repository like 'owner/name'; "
                 f"model names: {choices(MODELS)}"
             ) from None
-        except (HfHubHTTPError, OSError) as error:
+        except (HfHubHTTPError, OSError, RuntimeError) as error:  # the last: its client after failed retries
             raise NextscaleError(f"{where} could not be read: {str(error).splitlines()[0]}") from None
         raise NextscaleError(f"{where} has no {' or '.join(files)}")
 
