@@ -25,7 +25,7 @@ from nextscale.models.registry import ModelSpec
 from nextscale.progress import bar
 from nextscale.prompts import Prompts, read_labels, read_text
 from nextscale.sampling import Sampling, read_forced
-from nextscale.schedule import Schedule
+from nextscale.schedule import Schedule, Size
 from nextscale.text.base import TextEncoder
 from nextscale.text.t5 import T5Encoder
 from nextscale.tokenizers.base import ImageTokenizer
@@ -233,7 +233,7 @@ class Pipeline:
         """The grids of a picture of this size; by default the square that the model was made for."""
         sized = height is not None or width is not None
         budget = pixel_budget if sized else pixel_budget or self.spec.pixel_budget
-        return self.backbone.schedule(height, width, aspect_ratio, budget, self.tokenizer.stride)
+        return self.backbone.schedule(Size(height, width, aspect_ratio, budget), self.tokenizer.stride)
 
     def estimate(
         self,

@@ -66,6 +66,16 @@ class Schedule:
         return sum(h * w for h, w in self.grids)
 
 
+@dataclass(frozen=True)
+class Size:
+    """What a user says about the size of a picture; None = not said."""
+
+    height: int | None = None  # pixels
+    width: int | None = None
+    aspect_ratio: float | None = None  # height / width
+    pixel_budget: str | None = None
+
+
 # Infinity's table: one row per height/width ratio, in cells of 16 pixels (8 for the embedded model).
 _ROWS: dict[float, str] = {
     1.0: "1x1 2x2 4x4 6x6 8x8 12x12 16x16 20x20 24x24 32x32 40x40 48x48 64x64",

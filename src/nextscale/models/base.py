@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale.kv import BlockCausal, Memory
-from nextscale.schedule import Scale, Schedule
+from nextscale.schedule import Scale, Schedule, Size
 
 S = TypeVar("S", bound="State")
 
@@ -107,14 +107,7 @@ class Backbone(nn.Module, ABC):
         """Logits in float32: [R, N, V] for a codebook, [R, N, d, 2] for bits."""
 
     @abstractmethod
-    def schedule(
-        self,
-        height: int | None = None,
-        width: int | None = None,
-        aspect_ratio: float | None = None,
-        pixel_budget: str | None = None,
-        stride: int = 16,
-    ) -> Schedule:
+    def schedule(self, size: Size, stride: int) -> Schedule:
         """The grids of a picture; `stride` is the tokenizer's pixels per token side."""
 
     @abstractmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +14,10 @@ from nextscale.attention import attention
 from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kv import Memory
-from nextscale.models.base import Backbone, State, per_row, shared
-from nextscale.models.layers import MLP, Modulation, SelfAttention, modulated_norm
-from nextscale.schedule import Grid, Scale, Schedule, infinity_schedule, infinity_schedule_for_size
+from nextscale.models.base import per_row, shared
+from nextscale.models.layers import MLP, Modulation, SelfAttention
+from nextscale.models.modulated import ModulatedBackbone, ModulatedState
+from nextscale.schedule import Grid, Scale, Schedule, Size, infinity_schedule, infinity_schedule_for_size
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,7 @@ class TextCondition:
 
 
 @dataclass(frozen=True)
-class InfinityState(State):
-    condition: Tensor = per_row()  # [R, C], pooled text
-    modulation: list[Tensor] = per_row()  # per block [R, 1, 6, C]: gamma 1 and 2, scale 1 and 2, shift 1 and 2
-    head_modulation: Tensor = per_row()  # [R, 1, 2, C]
+class InfinityState(ModulatedState):
     text_keys: list[tuple[Tensor, Tensor]] = per_row()  # per block k, v [R, H, T, D]
     text_mask: Tensor | None = per_row()  # [R, 1, 1, T], None when no row is padded
     rotary: Tensor = shared()  # [1, all tokens, D/2, 2]
@@ -123,7 +120,7 @@ def rotary_table(head_dim: int, schedule: Schedule) -> Tensor:
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 
-class Infinity(Backbone):
+class Infinity(ModulatedBackbone):
     family = "infinity"
     prompts = "text"
     parts = ("self", "cross", "ffn")
@@ -151,13 +148,9 @@ class Infinity(Backbone):
         self.level_embed = nn.Embedding(config.levels, width)
         self.word_embed = nn.Linear(config.bits, width)
         self.shared_modulation = Modulation(width, 6)
-        self.blocks: Any = nn.ModuleList(InfinityBlock(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(InfinityBlock(config) for _ in range(config.depth))
         self.head_modulation = Modulation(width, 2)
         self.head_linear = nn.Linear(width, 2 * config.bits)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.word_embed.weight.dtype
 
     @staticmethod
     def computes_in_dtype(name: str) -> bool:
@@ -220,35 +213,21 @@ class Infinity(Backbone):
         memory: Memory,
         count: Tensor | None = None,
     ) -> Tensor:
+        if part != "cross":
+            return super().compute(state, layer, part, x, positions, memory, count)
         block = self.blocks[layer]
-        if part == "cross":
-            h = block.cross_norm(x).to(self.dtype)
-            return block.cross(h, *state.text_keys[layer], state.text_mask).float()
-        gamma1, gamma2, scale1, scale2, shift1, shift2 = state.modulation[layer].unbind(2)
-        if part == "self":
-            h = modulated_norm(x, scale1, shift1, self.config.eps).to(self.dtype)
-            return block.attn(h, positions, memory, count).mul(gamma1)
-        h = modulated_norm(x, scale2, shift2, self.config.eps).to(self.dtype)
-        return block.mlp(h).mul(gamma2)
+        h = block.cross_norm(x).to(self.dtype)
+        return block.cross(h, *state.text_keys[layer], state.text_mask).float()
 
-    def head(self, state: InfinityState, x: Tensor) -> Tensor:
-        scale, shift = state.head_modulation.unbind(2)
-        return self.head_linear(modulated_norm(x, scale, shift, self.config.eps)).unflatten(-1, (-1, 2))
-
-    def schedule(
-        self,
-        height: int | None = None,
-        width: int | None = None,
-        aspect_ratio: float | None = None,
-        pixel_budget: str | None = None,
-        stride: int = 16,
-    ) -> Schedule:
-        if height is None and width is None:
-            schedule = infinity_schedule(1.0 if aspect_ratio is None else aspect_ratio, pixel_budget or "1M")
-        elif height is None or width is None or aspect_ratio is not None:
+    def schedule(self, size: Size, stride: int) -> Schedule:
+        if size.height is None and size.width is None:
+            schedule = infinity_schedule(
+                1.0 if size.aspect_ratio is None else size.aspect_ratio, size.pixel_budget or "1M"
+            )
+        elif size.height is None or size.width is None or size.aspect_ratio is not None:
             raise NextscaleError("give either both height and width, or aspect_ratio")
         else:
-            schedule = infinity_schedule_for_size(height, width, stride)
+            schedule = infinity_schedule_for_size(size.height, size.width, stride)
         if len(schedule) > self.config.levels:
             raise NextscaleError(f"this model knows {self.config.levels} scales, the schedule has {len(schedule)}")
         return schedule
@@ -257,9 +236,6 @@ class Infinity(Backbone):
         return per_scale(value, scales, "guidance_scale")
 
     def flops(self, part: str, tokens: int, keys: int) -> int:
-        c = self.width
-        if part == "self":
-            return 2 * tokens * 4 * c * c + 4 * tokens * keys * c
-        if part == "cross":
-            return 2 * tokens * 2 * c * c + 4 * tokens * keys * c
-        return 4 * tokens * c * self.hidden
+        if part == "cross":  # keys and values of the text are computed once per run, not here
+            return 2 * tokens * 2 * self.width**2 + 4 * tokens * keys * self.width
+        return super().flops(part, tokens, keys)

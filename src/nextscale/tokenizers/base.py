@@ -59,16 +59,38 @@ class ImageTokenizer(nn.Module, ABC):
         """A weighted mixture of all codes: [B, N, V] -> [B, N, d]."""
 
     @abstractmethod
+    def increment(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
+        """What a scale's codes [B, N, d] add to the full-size map."""
+
     def add(self, features: Tensor, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
-        """The feature map after a scale's codes [B, N, d] were added to it."""
+        """The feature map after a scale's codes were added to it."""
+        return features + self.increment(codes, scale, schedule)
 
     @abstractmethod
     def inputs(self, features: Tensor, scale: Scale) -> Tensor:
         """What the transformer is told of the map so far when it predicts `scale`: [B, N, d]."""
 
     @abstractmethod
+    def analyse(self, images: Tensor) -> Tensor:
+        """The encoder alone: images in [-1, 1] -> features [B, d, H, W], float32."""
+
+    @abstractmethod
+    def quantise(self, rest: Tensor, scale: Scale) -> Tensor:
+        """The tokens of a scale that come nearest to what is left of the features."""
+
+    @torch.no_grad()
     def encode(self, images: Tensor, schedule: Schedule) -> Encoded:
-        """Images [B, 3, H, W] in [-1, 1] -> tokens of every scale."""
+        """Images [B, 3, H, W] in [-1, 1] -> tokens of every scale: each describes what the earlier ones left over."""
+        rest = self.analyse(images)
+        result = Encoded(rest, [], [])
+        total = torch.zeros_like(rest)
+        for scale in schedule:
+            tokens = self.quantise(rest, scale)
+            increment = self.increment(self.codes(tokens), scale, schedule)
+            rest, total = rest - increment, total + increment
+            result.tokens.append(tokens)
+            result.maps.append(total)
+        return result
 
     @abstractmethod
     def decode(self, features: Tensor) -> Tensor:

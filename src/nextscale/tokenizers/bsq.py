@@ -11,7 +11,7 @@ from torch import Tensor
 from nextscale.errors import NextscaleError
 from nextscale.schedule import Grid, Scale, Schedule
 from nextscale.tokenizers.autoencoder import Decoder, Encoder
-from nextscale.tokenizers.base import Encoded, ImageTokenizer
+from nextscale.tokenizers.base import ImageTokenizer
 
 
 @dataclass(frozen=True)
@@ -63,26 +63,19 @@ class BSQTokenizer(ImageTokenizer):
     def from_map(self, latent: Tensor) -> Tensor:
         return F.pixel_unshuffle(latent, self.patch).flatten(2).transpose(1, 2)
 
-    def add(self, features: Tensor, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
-        return features + resize(self.to_map(codes, scale.grid), self.latent(schedule.last))
+    def increment(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
+        return resize(self.to_map(codes, scale.grid), self.latent(schedule.last))
 
     def inputs(self, features: Tensor, scale: Scale) -> Tensor:
         return self.from_map(resize(features, self.latent(scale.grid)))
 
-    @torch.no_grad()
-    def encode(self, images: Tensor, schedule: Schedule) -> Encoded:
-        features = self.encoder(images.to(self.dtype)).float()
-        rest, total = features, self.blank(len(images), schedule)
-        result = Encoded(features, [], [])
-        for scale in schedule:
-            grid = self.latent(scale.grid)
-            z = rest if grid == rest.shape[-2:] else F.interpolate(rest, size=grid, mode="area")
-            tokens = self.from_map((z > 0).float()).to(torch.uint8)
-            increment = self.add(torch.zeros_like(total), self.codes(tokens), scale, schedule)
-            rest, total = rest - increment, total + increment
-            result.tokens.append(tokens)
-            result.maps.append(total)
-        return result
+    def analyse(self, images: Tensor) -> Tensor:
+        return self.encoder(images.to(self.dtype)).float()
+
+    def quantise(self, rest: Tensor, scale: Scale) -> Tensor:
+        grid = self.latent(scale.grid)
+        z = rest if tuple(rest.shape[-2:]) == grid else F.interpolate(rest, size=grid, mode="area")
+        return self.from_map((z > 0).float()).to(torch.uint8)
 
     @torch.no_grad()
     def decode(self, features: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nextscale.schedule import Scale, Schedule
 from nextscale.tokenizers.autoencoder import Decoder, Encoder
-from nextscale.tokenizers.base import Encoded, ImageTokenizer
+from nextscale.tokenizers.base import ImageTokenizer
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ class VQTokenizer(ImageTokenizer):
     def mixture(self, probs: Tensor) -> Tensor:
         return probs @ self.codebook.weight
 
-    def upsampled(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
-        """A scale's codes [B, N, d] as the increment of the full-size map."""
+    def increment(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
         h = codes.transpose(1, 2).unflatten(2, scale.grid)
         if scale.index != len(schedule) - 1:
             h = F.interpolate(h, size=schedule.last, mode="bicubic")
@@ -85,9 +84,6 @@ class VQTokenizer(ImageTokenizer):
         phi = self.phi[phi_of_scale(len(self.phi), len(schedule))[scale.index]]
         ratio = self.config.phi_ratio
         return h * (1 - ratio) + phi(h) * ratio
-
-    def add(self, features: Tensor, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
-        return features + self.upsampled(codes, scale, schedule)
 
     def inputs(self, features: Tensor, scale: Scale) -> Tensor:
         return F.interpolate(features, size=scale.grid, mode="area").flatten(2).transpose(1, 2)
@@ -103,20 +99,12 @@ class VQTokenizer(ImageTokenizer):
             index = distance.addmm(flat, book.T, alpha=-2).argmin(dim=1)
         return index.view(z.shape[:-1])
 
-    @torch.no_grad()
-    def encode(self, images: Tensor, schedule: Schedule) -> Encoded:
-        features = self.quant_conv(self.encoder(images.to(self.dtype)).float())
-        rest, total = features, self.blank(len(images), schedule)
-        result = Encoded(features, [], [])
-        for scale in schedule:
-            last = scale.index == len(schedule) - 1
-            z = rest if last else F.interpolate(rest, size=scale.grid, mode="area")
-            tokens = self.nearest(z.flatten(2).transpose(1, 2))
-            increment = self.upsampled(self.codes(tokens), scale, schedule)
-            rest, total = rest - increment, total + increment
-            result.tokens.append(tokens)
-            result.maps.append(total)
-        return result
+    def analyse(self, images: Tensor) -> Tensor:
+        return self.quant_conv(self.encoder(images.to(self.dtype)).float())
+
+    def quantise(self, rest: Tensor, scale: Scale) -> Tensor:
+        z = rest if tuple(rest.shape[-2:]) == scale.grid else F.interpolate(rest, size=scale.grid, mode="area")
+        return self.nearest(z.flatten(2).transpose(1, 2))
 
     @torch.no_grad()
     def decode(self, features: Tensor) -> Tensor:

@@ -1,0 +1,59 @@
+"""What VAR and Infinity have in common: blocks whose norms and gates are set by the condition (AdaLN)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nextscale.kv import Memory
+from nextscale.models.base import Backbone, State, per_row
+from nextscale.models.layers import modulated_norm
+
+
+@dataclass(frozen=True)
+class ModulatedState(State):
+    condition: Tensor = per_row()  # [R, C]
+    modulation: list[Tensor] = per_row()  # per block [R, 1, 6, C]: gamma 1 and 2, scale 1 and 2, shift 1 and 2
+    head_modulation: Tensor = per_row()  # [R, 1, 2, C]
+
+
+class ModulatedBackbone(Backbone):
+    blocks: Any  # each with `attn` and `mlp`
+    word_embed: Any
+    head_linear: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.word_embed.weight.dtype
+
+    def compute(
+        self,
+        state: Any,
+        layer: int,
+        part: str,
+        x: Tensor,
+        positions: Tensor | None,
+        memory: Memory,
+        count: Tensor | None = None,
+    ) -> Tensor:
+        block = self.blocks[layer]
+        gamma1, gamma2, scale1, scale2, shift1, shift2 = state.modulation[layer].unbind(2)
+        if part == "self":
+            h = modulated_norm(x, scale1, shift1, self.config.eps).to(self.dtype)
+            return block.attn(h, positions, memory, count).mul(gamma1)
+        h = modulated_norm(x, scale2, shift2, self.config.eps).to(self.dtype)
+        return block.mlp(h).mul(gamma2)
+
+    def head(self, state: Any, x: Tensor) -> Tensor:
+        scale, shift = state.head_modulation.unbind(2)
+        logits = self.head_linear(modulated_norm(x, scale, shift, self.config.eps))
+        return logits.unflatten(-1, (*self.token_shape, self.token_values))
+
+    def flops(self, part: str, tokens: int, keys: int) -> int:
+        c = self.width
+        if part == "self":
+            return 2 * tokens * 4 * c * c + 4 * tokens * keys * c
+        return 4 * tokens * c * self.hidden
