@@ -11,7 +11,7 @@ import torch
 
 from conftest import ask, embeds, same_tokens
 from nextscale.errors import NextscaleError
-from nextscale.images import to_pil
+from nextscale.images import from_pil, to_pil
 from nextscale.testing import tiny_infinity, tiny_var
 
 
@@ -102,6 +102,25 @@ def test_force_tokens(any_pipe) -> None:
     assert not torch.equal(forced.tokens[-1][1], full.tokens[-1][1])
     shared = ask(any_pipe, 2, force_tokens=[t[0] for t in full.tokens[:3]])
     assert torch.equal(shared.tokens[2][1], full.tokens[2][0])
+
+
+def test_encode_then_force_reconstructs(any_pipe) -> None:
+    picture = ask(any_pipe, 2).images
+    h = picture[0].height
+    tokens = any_pipe.encode(picture)
+    size = {"pixel_budget": None, "height": h, "width": h} if any_pipe.backbone.prompts == "text" else {}
+    out = ask(any_pipe, 2, force_tokens=tokens, output_type="pt", **size)
+    pixels = from_pil(picture)
+    encoded = any_pipe.tokenizer.encode(pixels, any_pipe.schedule(h, h))
+    assert torch.allclose(out.images, any_pipe.decode(encoded.maps[-1]).add(1).div(2), atol=1e-5)
+    there_and_back = np.asarray(to_pil(pixels)[1]).astype(int)
+    assert abs(there_and_back - np.asarray(picture[1])).max() <= 1  # truncated, as the official code does
+    with pytest.raises(NextscaleError, match=r"(nearest are|only)"):
+        any_pipe.encode(picture[0].resize((17, 9)))
+    with pytest.raises(NextscaleError, match="must have one size"):
+        any_pipe.encode([picture[0], picture[0].resize((4, 4))])
+    with pytest.raises(NextscaleError, match="images of 8x8 were given"):
+        any_pipe.tokenizer.encode(torch.zeros(1, 3, 8, 8), any_pipe.schedule(h, h))
 
 
 def test_smooth_sampling_is_for_codebooks(var, infinity) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -21,6 +22,15 @@ def to_pil(images: Tensor) -> list[Image.Image]:
     """[B, 3, H, W] in [-1, 1] -> pictures. Truncated, not rounded, as the official code does."""
     pixels = images.float().add(1).div(2).mul(255).clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
     return [Image.fromarray(np.ascontiguousarray(p)) for p in pixels]
+
+
+def from_pil(images: Image.Image | Sequence[Image.Image]) -> Tensor:
+    """Pictures -> [B, 3, H, W] in [-1, 1]."""
+    pictures = [images] if isinstance(images, Image.Image) else list(images)
+    arrays = [np.asarray(p.convert("RGB"), dtype=np.float32) for p in pictures]
+    if len({a.shape for a in arrays}) != 1:
+        raise NextscaleError("the images must have one size")
+    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).div(127.5).sub(1)
 
 
 def as_output(images: Tensor, output_type: str) -> Any:

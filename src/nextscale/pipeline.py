@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from nextscale.checkpoints import locate, pretrained
@@ -17,7 +18,7 @@ from nextscale.devices import as_device, as_dtype, memory_of, name_of, wait_for
 from nextscale.draws import read_draws
 from nextscale.errors import NextscaleError, choices
 from nextscale.estimate import GIB, Estimate, estimate
-from nextscale.images import OUTPUT_TYPES, as_output
+from nextscale.images import OUTPUT_TYPES, as_output, from_pil
 from nextscale.loop import Callback, ScaleEnd, generate
 from nextscale.methods.base import Context, Method, Policy
 from nextscale.models.base import Backbone
@@ -218,6 +219,12 @@ class Pipeline:
         done = time.perf_counter()
         trace.seconds = {"text": encoded - started, "scales": generated - encoded, "decode": done - generated}
         return Output(images, trace, run.tokens, seeds)
+
+    def encode(self, images: Image.Image | Sequence[Image.Image] | Tensor) -> list[Tensor]:
+        """Pictures, or a tensor [B, 3, H, W] in [-1, 1] -> the tokens of every scale, as `force_tokens` takes them."""
+        pixels = images if isinstance(images, Tensor) else from_pil(images)
+        height, width = pixels.shape[2:]
+        return self.tokenizer.encode(pixels.to(self.device), self.schedule(height, width)).tokens
 
     def decode(self, features: Tensor) -> Tensor:
         """Feature maps [B, d, H, W] -> images [B, 3, H, W] in [-1, 1]."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nextscale.errors import NextscaleError
 from nextscale.schedule import Scale, Schedule
 
 
@@ -82,6 +83,11 @@ class ImageTokenizer(nn.Module, ABC):
     def encode(self, images: Tensor, schedule: Schedule) -> Encoded:
         """Images [B, 3, H, W] in [-1, 1] -> tokens of every scale: each describes what the earlier ones left over."""
         rest = self.analyse(images)
+        want = self.blank(1, schedule).shape[2:]
+        if rest.shape[2:] != want:
+            h, w = (n * self.stride for n in schedule.last)
+            have = "x".join(str(n) for n in images.shape[2:])
+            raise NextscaleError(f"images of {have} were given for a schedule of {h}x{w} (height x width)")
         result = Encoded(rest, [], [])
         total = torch.zeros_like(rest)
         for scale in schedule:
