@@ -9,6 +9,7 @@ import torch
 
 from conftest import ask, embeds, same_tokens
 from nextscale.draws import PerImageDraws
+from nextscale.errors import NextscaleError
 from nextscale.kv import LayerCache
 from nextscale.methods.base import Context, Method, Policy, ScalePlan, Selection
 from nextscale.schedule import INFINITY_GRIDS, PIXEL_BUDGETS
@@ -289,6 +290,8 @@ def test_the_callback_can_replace_the_features(any_pipe) -> None:
         output_type="latent",
     )
     assert not torch.equal(blank.images, maps[-1])
+    with pytest.raises(NextscaleError, match=r"the callback returned features of shape \[1\]"):
+        ask(any_pipe, callback_on_scale_end=lambda e: torch.zeros(1))
 
 
 def test_the_cache_grows_with_what_is_kept() -> None:
@@ -321,8 +324,6 @@ def test_exponential_race_draws_from_the_distribution() -> None:
 
 
 def test_nan_weights_are_named() -> None:
-    from nextscale.errors import NextscaleError
-
     pipe = tiny_infinity()
     pipe.backbone.blocks[1].mlp.fc1.bias[0] = torch.nan
     with pytest.raises(NextscaleError, match=r"blocks\.1\.mlp\.fc1\.bias hold NaN"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,19 +86,10 @@ def generate(
         codes = drawn.codes if cell_weight is None else drawn.codes * cell_weight[..., None]
         run.store(rows, scale, tokenizer.add(features, codes, scale, schedule), drawn.tokens)
         trace.ran(scale, rows, stats, state)
-        end = ScaleEnd(
-            scale,
-            rows.which,
-            run.features,
-            drawn.tokens,
-            logits,
-            raw,
-            x,
-            lambda: tokenizer.decode(run.features),
-        )
-        answer = on_scale_end(end)
+        decode = partial(tokenizer.decode, run.features)
+        answer = on_scale_end(ScaleEnd(scale, rows.which, run.features, drawn.tokens, logits, raw, x, decode))
         if isinstance(answer, Tensor):
-            run.features = answer
+            run.replace_features(answer)
         elif answer is False:
             run.stop(scale)
             break

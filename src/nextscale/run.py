@@ -114,6 +114,14 @@ class Run:
             self.features[which] = features
         self.tokens[scale.index][which] = tokens.to(torch.int32)
 
+    def replace_features(self, features: Tensor) -> None:
+        """The caller goes on with maps of its own."""
+        if features.shape != self.features.shape:
+            raise NextscaleError(
+                f"the callback returned features of shape {list(features.shape)}, not {list(self.features.shape)}"
+            )
+        self.features = features.to(self.features)
+
     def release(self) -> None:
         """After the last scale only features and tokens are needed; the decoder can have the memory."""
         self.kv.clear()

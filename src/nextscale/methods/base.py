@@ -120,5 +120,4 @@ def scatter(x: Tensor, chosen: Selection, y: Tensor) -> Tensor:
     # Padding is sent to an extra cell behind the map, so that it can never collide with a real token.
     index = chosen.index.where(real, x.shape[1])[..., None].expand_as(y)
     extra = x.new_zeros(len(x), 1, x.shape[2])
-
     return torch.cat((x, extra), dim=1).scatter(1, index, y.to(x.dtype))[:, :-1]

@@ -24,7 +24,29 @@ ROUNDED = "io_ca_bf16.safetensors"  # the greedy run with cross-attention rounde
 # CPU than the recording one is off by 7e-3; forgetting the rounding is off by 0.17.
 ROUNDED_TOLERANCE = 5e-2
 
-_TRAINING = ("pn", "drop_path_rate", "cond_drop_rate", "rand_uncond", "customized_flash_attn")
+# Arguments of the official constructor: those that only training or the choice of a kernel reads, ...
+_WITHOUT_EFFECT = (
+    *("pn", "drop_rate", "drop_path_rate", "cond_drop_rate", "rand_uncond", "raw_scale_schedule", "batch_size"),
+    *("customized_flash_attn", "fused_mlp", "fused_norm", "use_flex_attn", "pad_to_multiplier", "checkpointing"),
+    *("inference_mode", "train_h_div_w_list", "always_training_scales"),
+    *("block_chunks", "apply_spatial_patchify"),  # read elsewhere: they shape the names and the tokens
+)
+# ... and those that no released model sets otherwise.
+_FIXED = {
+    "rope2d_each_sa_layer": 1,
+    "rope2d_normalized_by_hw": 2,
+    "add_lvl_embeding_only_first_block": 1,
+    "shared_aln": True,
+    "head_aln": True,
+    "head_depth": 1,
+    "cos_attn": True,
+    "tau": 1,
+    "rms_norm": False,
+    "swiglu": False,
+    "nm0": False,
+    "use_bit_label": 1,
+    "video_frames": 1,
+}
 
 
 def _tokenizer_config(values: dict[str, Any], patchify: bool) -> BSQConfig:
@@ -42,13 +64,9 @@ def _tokenizer_config(values: dict[str, Any], patchify: bool) -> BSQConfig:
 
 
 def _backbone_config(values: dict[str, Any], tokenizer: BSQConfig) -> InfinityConfig:
-    a = Arguments("transformer", values, _TRAINING)
-    a.only("rope2d_normalized_by_hw", 2)
-    a.only("shared_aln", True)
-    a.only("cos_attn", True)
-    a.only("add_lvl_embeding_only_first_block", 1)
-    a.take("block_chunks", 1)  # shapes only the names in the file
-    a.take("apply_spatial_patchify", 0)
+    a = Arguments("transformer", values, _WITHOUT_EFFECT)
+    for name, value in _FIXED.items():
+        a.only(name, value)
     width, text_dim = a.take("embed_dim"), a.take("text_channels")
     config = InfinityConfig(
         depth=a.take("depth"),

@@ -26,7 +26,11 @@ def sheet(report: Report) -> Image.Image:
     height = round(CELL * h / w)
     page = Image.new("RGB", (columns * (CELL + GAP) + GAP, HEAD + len(rows) * (height + HEAD + GAP)), "white")
     draw = ImageDraw.Draw(page)
-    draw.text((GAP, 2), "decoded after each scale, from the first (left) to the last (right)", fill="black")
+    draw.text(
+        (GAP, 2),
+        "Decoded after each scale, first to last. Recorded cases have random weights: noise, but the official noise.",
+        fill="black",
+    )
     for y, (title, pictures) in enumerate(rows):
         top = HEAD + y * (height + HEAD + GAP)
         draw.text((GAP, top + 2), title, fill="black")
