@@ -146,6 +146,18 @@ def test_trace_is_json(any_pipe, tmp_path: Path) -> None:
     assert "100.0%" in out.trace.summary()
 
 
+def test_progress_bar(capsys) -> None:
+    pipe = tiny_var()
+    pipe.progress_bar = True
+    pipe(1)
+    shown = capsys.readouterr()
+    assert "tiny-var" in shown.err
+    assert "8/8" in shown.err
+    pipe.progress_bar = None  # nobody sees a bar in a pipe
+    pipe(1)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_pipeline_can_be_moved(var) -> None:
     moved = tiny_var().to("cpu", dtype=torch.bfloat16)
     assert moved.dtype == torch.bfloat16

@@ -72,6 +72,20 @@ def test_prompts_through_the_pipeline(folder: Path) -> None:
     assert not torch.equal(plain.tokens[-1][0], out.tokens[-1][0])
 
 
+def test_text_norm_has_the_models_epsilon() -> None:
+    """The documents say 1e-6; the official code takes it from the configuration."""
+    import dataclasses
+
+    from nextscale.models.infinity import TextCondition
+
+    backbone = tiny_infinity().backbone
+    rows = [torch.randn(3, 128) * 1e-2]
+    backbone.config = dataclasses.replace(backbone.config, eps=1e-2)
+    memory = backbone.read_text(TextCondition(rows), guided=False)[1]
+    normed = rows[0] * torch.rsqrt(rows[0].square().mean(-1, keepdim=True) + 1e-2) * backbone.text_norm
+    assert torch.allclose(memory[0], backbone.text_proj(normed), atol=1e-6)
+
+
 def test_an_encoder_of_the_wrong_width_is_named(folder: Path) -> None:
     pipe = tiny_infinity(text_dim=256)
     pipe.text_encoder = T5Encoder(folder)
