@@ -65,7 +65,7 @@ def measure(name: str, images: int, dtype: str) -> str:
     numbers = (e.weights, e.kv_cache, e.blocks, e.decoder, e.total, peak)
     return (
         f"{name:<16} {size:>4} px  {images:>2}  {dtype:<8} {'  '.join(f'{n / GIB:6.2f}' for n in numbers)}  "
-        f"{e.total / peak:5.2f}  {seconds['scales']:6.2f} + {seconds['decode']:.2f}"
+        f"{e.total / peak:5.2f}  {seconds['transformer']:6.2f} + {seconds['decode']:.2f}"
     )
 
 

@@ -11,7 +11,8 @@ from conftest import ask, embeds, same_tokens
 from nextscale.draws import PerImageDraws
 from nextscale.errors import NextscaleError
 from nextscale.kv import LayerCache
-from nextscale.methods.base import Context, Method, Policy, ScalePlan, Selection
+from nextscale.methods.base import Context, Method, Policy, ScalePlan
+from nextscale.methods.selection import Selection
 from nextscale.schedule import INFINITY_GRIDS, PIXEL_BUDGETS
 from nextscale.testing import tiny_infinity, tiny_var
 
@@ -92,6 +93,7 @@ class Rules(Method):
     """A method for tests: fixed actions, guidance and a ragged random selection, different for every image."""
 
     name = "rules"
+    summary = "For tests."
     keep: bool = False
     skip: tuple[tuple[int, int], ...] = ()  # (image, scale)
     stop: tuple[tuple[int, int], ...] = ()
@@ -132,7 +134,7 @@ class RulesPolicy(Policy):
         n = self.scale.tokens
         return n if not self.rules.keep or self.scale.index < 3 else max(1, n * (image + self.rules.offset + 2) // 6)
 
-    def select(self, layer, group, x):
+    def select(self, layer, group, x, stats):
         if not self.rules.keep or self.scale.index < 3:
             return None
         index = torch.zeros(len(self.rows), max(self.counts), dtype=torch.long)

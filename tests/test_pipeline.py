@@ -142,7 +142,7 @@ def test_trace_is_json(any_pipe, tmp_path: Path) -> None:
     data = json.loads((tmp_path / "trace.json").read_text())
     assert data["model"] == any_pipe.spec.name
     assert [i["seed"] for i in data["images"]] == [139, 140]
-    assert set(data["seconds"]) == {"text", "scales", "decode"}
+    assert set(data["seconds"]) == {"text", "transformer", "decode", "total"}
     assert "100.0%" in out.trace.summary()
 
 

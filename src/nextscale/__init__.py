@@ -4,17 +4,24 @@ from nextscale.checkpoints.official import from_official
 from nextscale.errors import NextscaleError
 from nextscale.images import to_pil
 from nextscale.loop import ScaleEnd
+from nextscale.methods import NOVA, Compose, DropGuidance, Method, RandomSelection, Truncate
 from nextscale.models.registry import MODELS
 from nextscale.pipeline import Output, Pipeline
 from nextscale.verify import verify
+from nextscale.version import __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "MODELS",
+    "NOVA",
+    "Compose",
+    "DropGuidance",
+    "Method",
     "NextscaleError",
     "Output",
     "Pipeline",
+    "RandomSelection",
     "ScaleEnd",
+    "Truncate",
     "__version__",
     "from_official",
     "to_pil",

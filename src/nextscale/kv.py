@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nextscale.attention import attention
+from nextscale.entropy import attention_entropy
 from nextscale.schedule import Schedule
 
 
@@ -49,6 +50,7 @@ class LayerCache:
     def append(self, k: Tensor, v: Tensor, count: Tensor | None = None) -> None:
         """Write behind each row's own end."""
         new = k.shape[2]
+        self.reserve(new)
         if self.active is not None or count is not None:
             self.ragged = True
         if not self.ragged:
@@ -63,15 +65,34 @@ class LayerCache:
             self.length[rows] += new if count is None else count
         self.used += new
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
-        self.append(k, v, count)
+    def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of the rows at work, and a mask [R, 1, 1, S] if their lengths differ."""
         keys, values, length = self.k[:, :, : self.used], self.v[:, :, : self.used], self.length
         if self.active is not None:
             keys, values, length = keys[self.active], values[self.active], length[self.active]
-        mask = None
-        if self.ragged:
-            mask = (torch.arange(self.used, device=q.device) < length[:, None])[:, None, None]  # [R, 1, 1, S]
+        if not self.ragged:
+            return keys, values, None
+        return keys, values, (torch.arange(self.used, device=keys.device) < length[:, None])[:, None, None]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
+        self.append(k, v, count)
+        keys, values, mask = self.visible()
         return attention(q, keys, values, scale, mask)
+
+
+class WatchedCache:
+    """A cache that also tells the entropy of the attention; what attention gives is the same to the bit."""
+
+    def __init__(self, cache: LayerCache, rows: int) -> None:
+        self.cache, self.rows = cache, rows  # only the first rows are watched
+        self.entropy: Tensor
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
+        out = self.cache.attend(q, k, v, scale, count)
+        keys, _, mask = self.cache.visible()
+        seen = None if mask is None else mask[: self.rows]
+        self.entropy = attention_entropy(q[: self.rows], keys[: self.rows], scale, seen)
+        return out
 
 
 class BlockCausal:

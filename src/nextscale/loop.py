@@ -73,19 +73,18 @@ def generate(
         features = run.features_of(rows.which)
         before = rows.spread(tokenizer.inputs(features, scale)) if scale.index else None
         x = backbone.embed(state, before, scale)
-        guide_after = dict.fromkeys(inside, weight)
-        x, stats = executor.run_blocks(backbone, state, x, scale, plan, policy, rows, run.kv, guide_after)
-        x, cell_weight = policy.complete(scale, x)
+        x, stats = executor.run_blocks(backbone, state, x, scale, plan, policy, rows, run.kv, weight, inside)
+        x, cell_weight = policy.complete(x, stats)
         raw = backbone.head(state, x)
         run.require_finite(raw, scale, backbone)
-        policy.end_scale(scale, x, raw, stats)
         on_logits = weight if 0 in sampling.guidance_layers else 1.0
         logits = combine(raw.mul(1 / sampling.temperature[scale.index]), rows.images, rows.guided, on_logits)
+        policy.end_scale(x, raw, logits, features, stats)
         target = forced[scale.index][list(rows.which)] if scale.index < len(forced) else None
         drawn = sample(logits, scale, sampling, draws, rows.which, tokenizer, target)
         codes = drawn.codes if cell_weight is None else drawn.codes * cell_weight[..., None]
         run.store(rows, scale, tokenizer.add(features, codes, scale, schedule), drawn.tokens)
-        trace.ran(scale, rows, stats, state)
+        trace.ran(stats, state)
         decode = partial(tokenizer.decode, run.features)
         answer = on_scale_end(ScaleEnd(scale, rows.which, run.features, drawn.tokens, logits, raw, x, decode))
         if isinstance(answer, Tensor):
@@ -93,5 +92,6 @@ def generate(
         elif answer is False:
             run.stop(scale)
             break
-    trace.stopped_after = run.stopped_after
+    policy.release()
+    trace.finished(policy, run.stopped_after)
     return run

@@ -31,6 +31,7 @@ from nextscale.text.base import TextEncoder
 from nextscale.text.t5 import T5Encoder
 from nextscale.tokenizers.base import ImageTokenizer
 from nextscale.trace import Trace
+from nextscale.version import __version__
 
 
 @dataclass(frozen=True)
@@ -182,14 +183,15 @@ class Pipeline:
         wait_for(self.device)
         encoded = time.perf_counter()
 
-        context = Context(prompts.images, schedule, sampling, self.backbone.depth, self.backbone.parts)
+        context = self.context(prompts.images, schedule, sampling)
         policy = Policy(context) if method is None else method.start(context)
         header = {
+            "nextscale": __version__,
             "model": self.spec.name,
             "dtype": name_of(self.dtype),
             "device": str(self.device),
             "runtime": "eager",
-            "method": None if method is None else method.to_dict(),
+            "method": {"name": "none", "fields": {}} if method is None else method.to_dict(),
         }
         trace = Trace(self.backbone, schedule, prompts.traced(seeds), sampling.guided_until, header)
         with bar(self.spec.name, len(schedule), self.progress_bar) as advance:
@@ -217,8 +219,19 @@ class Pipeline:
         images = run.features if output_type == "latent" else as_output(self.decode(run.features), output_type)
         wait_for(self.device)
         done = time.perf_counter()
-        trace.seconds = {"text": encoded - started, "scales": generated - encoded, "decode": done - generated}
+        trace.seconds = {
+            "text": encoded - started,
+            "transformer": generated - encoded,
+            "decode": done - generated,
+            "total": done - started,
+        }
         return Output(images, trace, run.tokens, seeds)
+
+    def context(self, images: int, schedule: Schedule, sampling: Sampling) -> Context:
+        """What a method may know of a call."""
+        b = self.backbone
+        bits = b.token_shape[0] if b.token_shape else None
+        return Context(images, schedule, sampling, b.depth, b.parts, bits, self.decode)
 
     def encode(self, images: Image.Image | Sequence[Image.Image] | Tensor) -> list[Tensor]:
         """Pictures, or a tensor [B, 3, H, W] in [-1, 1] -> the tokens of every scale, as `force_tokens` takes them."""

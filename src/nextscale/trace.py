@@ -1,16 +1,19 @@
-"""What was computed where. It watches a run and never changes it."""
+"""What was computed where, and why. It watches a run and never changes it."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from nextscale.methods.base import Stats
+from nextscale.errors import NextscaleError
+from nextscale.methods.base import Decision, Policy, Stats
+from nextscale.methods.selection import Selection
 from nextscale.models.base import Backbone, State
 from nextscale.run import Rows
 from nextscale.schedule import Scale, Schedule
@@ -28,9 +31,9 @@ class TracedImage:
 
 
 @dataclass(frozen=True)
-class _ScaleRecord:
+class _Ran:
     rows: Rows
-    kept: list[dict[str, Tensor | None]]  # per layer and part [R]; None = all
+    chosen: list[dict[str, Selection | None]]  # per layer and part; None = all
     text_lengths: Tensor | None  # [R]
 
 
@@ -40,16 +43,38 @@ class Trace:
     schedule: Schedule
     images: list[TracedImage]
     guided_until: int  # scales that a plain run guides
-    header: dict[str, Any]  # model, dtype, device, runtime, method
+    header: dict[str, Any] = field(default_factory=dict)  # model, dtype, device, runtime, method
     seconds: dict[str, float] = field(default_factory=dict)
     stopped_after: list[int | None] = field(default_factory=list)
-    records: dict[int, _ScaleRecord] = field(default_factory=dict)
+    policy: Policy | None = None
+    records: dict[int, _Ran] = field(default_factory=dict)
 
-    def ran(self, scale: Scale, rows: Rows, stats: Stats, state: State) -> None:
+    def ran(self, stats: Stats, state: State) -> None:
         # Tensors are kept as they are and read when somebody asks: a run is never made to wait.
-        self.records[scale.index] = _ScaleRecord(rows, stats.kept, state.text_lengths)
+        self.records[stats.scale.index] = _Ran(stats.rows, stats.chosen, state.text_lengths)
 
-    def _scale(self, image: int, scale: Scale, cached: list[int]) -> tuple[dict[str, Any], int]:
+    def finished(self, policy: Policy, stopped_after: list[int | None]) -> None:
+        self.policy, self.stopped_after = policy, stopped_after
+
+    def kept(self, image: int, scale: int, layer: int, group: str | None = None, row: int = 0) -> np.ndarray:
+        """Which cells were computed, [h, w] of bool. Scale and layer count from 1; row 1 is the unconditional one."""
+        where = list(self.schedule)[scale - 1] if 1 <= scale <= len(self.schedule) else None
+        part = group or "self"
+        if where is None or not 1 <= layer <= self.backbone.depth or part not in self.backbone.parts:
+            raise NextscaleError(
+                f"the trace has scales 1..{len(self.schedule)}, layers 1..{self.backbone.depth} and "
+                f"groups {', '.join(self.backbone.parts)}"
+            )
+        record = self.records.get(where.index)
+        places = [] if record is None else [r for r, owner in enumerate(record.rows.all) if owner == image]
+        if record is None or row >= len(places):
+            return np.zeros(where.grid, dtype=bool)
+        chosen = record.chosen[layer - 1][part]
+        if chosen is None:
+            return np.ones(where.grid, dtype=bool)
+        return chosen.mask(where.tokens)[places[row]].view(where.grid).cpu().numpy()
+
+    def _scale(self, image: int, scale: Scale, cached: list[int], why: Decision) -> tuple[dict[str, Any], int]:
         """One scale of one image and its FLOPs; `cached` are the KV entries of each layer so far."""
         entry: dict[str, Any] = {
             "scale": scale.index + 1,
@@ -58,9 +83,9 @@ class Trace:
             "context": 0,
             "ran": False,
             "rows": 0,
-            "entropy": None,
-            "growth": None,
-            "smoothed_growth": None,
+            "entropy": why.entropy,
+            "growth": why.growth,
+            "smoothed_growth": why.smoothed_growth,
             "ratio": 1.0,
             "layers": [],
         }
@@ -69,8 +94,8 @@ class Trace:
             return entry, 0
         places = [row for row, owner in enumerate(record.rows.all) if owner == image]
         flops = len(places) * self.backbone.head_flops(scale.tokens)
-        for layer, parts in enumerate(record.kept):
-            kept = {part: scale.tokens if c is None else int(c[places[0]]) for part, c in parts.items()}
+        for layer, parts in enumerate(record.chosen):
+            kept = {p: scale.tokens if c is None else int(c.count[places[0]]) for p, c in parts.items()}
             cached[layer] += kept["self"]
             for part, count in kept.items():
                 for place in places:
@@ -80,47 +105,52 @@ class Trace:
                     flops += self.backbone.flops(part, count, keys)
             shown: dict[str, Any] = {
                 "layer": layer + 1,
-                "entropy": None,
-                "ratio": 1 - kept["self"] / scale.tokens,
+                "entropy": why.layer_entropy[layer] if why.layer_entropy else None,
+                "ratio": why.layer_ratio[layer] if why.layer_ratio else 1 - kept["self"] / scale.tokens,
                 "kept": kept["self"],
             }
-            if len(set(kept.values())) > 1:
+            if len(set(map(id, parts.values()))) > 1:
                 shown["groups"] = kept
             entry["layers"].append(shown)
-        entry.update(ran=True, rows=len(places), ratio=0.0)
+        mean = sum(e["ratio"] for e in entry["layers"]) / max(len(entry["layers"]), 1)
+        entry.update(ran=True, rows=len(places), ratio=mean if why.ratio is None else why.ratio)
         return entry, flops
 
     def _image(self, image: int) -> dict[str, Any]:
+        policy = self.policy
         who, depth = self.images[image], self.backbone.depth
         cached = [0] * depth
-        entries, flops = [], 0
-        full: dict[str, int] = defaultdict(int)
+        entries, flops, full_rows, full_flops = [], 0, 0, 0
         text = self._text_lengths(image)
         for scale in self.schedule:
-            entry, cost = self._scale(image, scale, cached)
+            why = Decision() if policy is None else policy.decision(image, scale)
+            entry, cost = self._scale(image, scale, cached, why)
             entries.append(entry)
             flops += cost
             rows = 2 if scale.index < self.guided_until else 1
-            full["row_tokens"] += depth * scale.tokens * rows
+            full_rows += depth * scale.tokens * rows
             for branch in range(rows):
                 keys = {"self": scale.start + scale.tokens, "cross": text[branch]}
                 per_layer = sum(self.backbone.flops(p, scale.tokens, keys.get(p, 0)) for p in self.backbone.parts)
-                full["flops"] += depth * per_layer + self.backbone.head_flops(scale.tokens)
+                full_flops += depth * per_layer + self.backbone.head_flops(scale.tokens)
         kept = [sum(layer["kept"] for layer in e["layers"]) for e in entries]
+        activation = {"scale": None, "star": None, "reason": "none", "eta": None}
+        if policy is not None:
+            activation = dict(vars(policy.activation(image)))
         return {
             "index": image,
             "seed": who.seed,
             "prompt": who.prompt,
             "label": who.label,
-            "activation": {"scale": None, "star": None, "reason": "none", "eta": None},
+            "activation": activation,
             "stopped_after": self.stopped_after[image] if self.stopped_after else None,
             "scales": entries,
             "tokens_computed": sum(kept),
             "tokens_full": depth * self.schedule.tokens,
             "row_tokens_computed": sum(k * e["rows"] for k, e in zip(kept, entries, strict=True)),
-            "row_tokens_full": full["row_tokens"],
+            "row_tokens_full": full_rows,
             "flops": flops,
-            "flops_full": full["flops"],
+            "flops_full": full_flops,
         }
 
     def _text_lengths(self, image: int) -> list[int]:
@@ -132,26 +162,62 @@ class Trace:
         return [lengths[0], lengths[-1]]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            **self.header,
-            "images": [self._image(i) for i in range(len(self.images))],
-            "seconds": self.seconds,
-        }
+        return _finite(
+            {
+                "schema": SCHEMA,
+                **self.header,
+                "images": [self._image(i) for i in range(len(self.images))],
+                "seconds": self.seconds,
+            }
+        )
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        """As JSON; a name ending in .npz stores the maps of computed cells of every image, scale, layer and group."""
+        path = Path(path)
+        try:
+            if path.suffix == ".npz":
+                np.savez_compressed(path, **self._maps())
+            else:
+                path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        except OSError as error:
+            raise NextscaleError(f"cannot write {path}: {error.strerror}") from None
+
+    def _maps(self) -> dict[str, Any]:
+        maps = {}
+        for image in range(len(self.images)):
+            for index, record in self.records.items():
+                for layer in range(1, self.backbone.depth + 1):
+                    for part in record.chosen[layer - 1]:
+                        for row in range(record.rows.all.count(image)):
+                            name = f"image{image}/scale{index + 1}/layer{layer}/{part}/row{row}"
+                            maps[name] = self.kept(image, index + 1, layer, part, row)
+        return maps
 
     def summary(self) -> str:
         """A table of the first image: scales, rows, tokens kept."""
         data = self.to_dict()
         image = data["images"][0]
-        lines = ["scale  grid       rows  tokens  kept per layer (mean)"]
+        lines = ["scale  grid       rows  tokens  ratio  kept per layer (mean)"]
         for e in image["scales"]:
             kept = sum(layer["kept"] for layer in e["layers"]) / max(len(e["layers"]), 1)
             grid = f"{e['grid'][0]}x{e['grid'][1]}"
-            lines.append(f"{e['scale']:>5}  {grid:<9}  {e['rows']:>4}  {e['tokens']:>6}  {kept:>8.1f}")
+            lines.append(
+                f"{e['scale']:>5}  {grid:<9}  {e['rows']:>4}  {e['tokens']:>6}  {e['ratio']:>5.2f}  {kept:>8.1f}"
+            )
+        active = image["activation"]
+        if active["reason"] != "none":
+            since = f"from scale {active['scale']}" if active["scale"] else "no scale reduced"
+            lines.append(f"{data.get('method', {}).get('name', 'method')}: {since} ({active['reason']})")
         share = image["row_tokens_computed"] / image["row_tokens_full"]
         seconds = ", ".join(f"{name} {value:.2f} s" for name, value in data["seconds"].items())
         lines.append(f"computed {share:.1%} of the tokens of a plain run; {seconds}")
         return "\n".join(lines)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list) else value

@@ -7,17 +7,28 @@ The base `Policy` decides nothing: it is the plain run.
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor
 
+from nextscale.errors import NextscaleError, choices
+from nextscale.methods.selection import Selection, scatter
 from nextscale.sampling import Sampling
 from nextscale.schedule import Scale, Schedule
 
+if TYPE_CHECKING:
+    from nextscale.run import Rows
+
+M = TypeVar("M", bound="Method")
 Group = tuple[str, ...]  # parts of a block whose tokens are selected together
+SCHEMA = 1  # of stored methods and presets
+PRESETS = Path(__file__).parent / "presets"
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,8 @@ class Context:
     sampling: Sampling
     depth: int
     parts: tuple[str, ...]
+    bits: int | None = None  # per token; None for a codebook
+    decode: Callable[[Tensor], Tensor] | None = None  # feature maps -> pictures in [-1, 1]
 
 
 @dataclass(frozen=True)
@@ -37,33 +50,52 @@ class ScalePlan:
 
     actions: tuple[str, ...]  # per image: "run", "skip" this scale, or "stop" for good
     guided: tuple[bool, ...]  # per image: whether its unconditional row still runs; it cannot come back
-    capacity: int  # the most tokens that a layer keeps, per row
+    capacity: int  # KV slots to reserve per row; 0 = each layer reserves what it keeps
     groups: tuple[Group, ...]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The tokens that go through a layer. Slots at or behind `count` are padding."""
-
-    index: Tensor  # [R, K] cells in raster order
-    count: Tensor  # [R]
+    needs: frozenset[str] = frozenset()  # "attention_entropy"
 
 
 @dataclass
 class Stats:
-    """What a scale's blocks report: per layer, the kept count [R] of every part (None = all)."""
+    """What is known inside a scale: who runs, and what its blocks reported so far."""
 
-    kept: list[dict[str, Tensor | None]] = field(default_factory=list)
+    scale: Scale
+    rows: Rows
+    lens: Callable[..., Tensor]  # (hidden states [R, N, C], guided, codes) -> the head's logits per image
+    chosen: list[dict[str, Selection | None]] = field(default_factory=list)  # per layer, of every part; None = all
+    attention_entropy: list[Tensor] = field(default_factory=list)  # per layer [R, K], if the plan needs it
+
+
+@dataclass(frozen=True)
+class Activation:
+    """When an image began to be reduced. Scales count from 1."""
+
+    scale: int | None = None  # the first reduced one
+    star: int | None = None  # the one that decided it
+    reason: str = "none"
+    eta: float | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Why a scale of an image was reduced as it was."""
+
+    entropy: float | None = None
+    growth: float | None = None
+    smoothed_growth: float | None = None
+    ratio: float | None = None  # None: told by the counts
+    layer_entropy: tuple[float, ...] = ()
+    layer_ratio: tuple[float, ...] = ()
 
 
 class Policy:
-    """A method at work on one call. Everything between begin_scale and end_scale stays on the device."""
+    """A method at work on one call. `select` and `fill` stay on the device."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
     def expected_tokens(self) -> int:
-        """KV slots per row to reserve at once; 0 = grow scale by scale with what is kept."""
+        """KV slots per row to reserve at once; 0 = grow with what is kept."""
         return self.context.schedule.tokens
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
@@ -71,24 +103,35 @@ class Policy:
         return ScalePlan(
             actions=("run",) * c.images,
             guided=(scale.index < c.sampling.guided_until,) * c.images,
-            capacity=scale.tokens,
+            capacity=0,
             groups=(c.parts,),
         )
 
-    def select(self, layer: int, group: Group, x: Tensor) -> Selection | None:
+    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         """The tokens that pass through `group` of `layer`; None = all of them."""
         return None
 
-    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor) -> Tensor:
+    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
         """The group's output for all tokens, from its input x and the chosen tokens' output y."""
         return y if chosen is None else scatter(x, chosen, y)
 
-    def complete(self, scale: Scale, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
         """Last word on the hidden state; a weight [B, N] of 0 makes a cell add nothing."""
         return x, None
 
-    def end_scale(self, scale: Scale, x: Tensor, logits: Tensor, stats: Stats) -> None:
-        """See what came out: x [R, N, C] and the unguided logits [R, N, ...]."""
+    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, features: Tensor, stats: Stats) -> None:
+        """See what came out: x [R, N, C], logits of every row, guided logits, and the maps before this scale."""
+
+    def activation(self, image: int) -> Activation:
+        """For the trace."""
+        return Activation()
+
+    def decision(self, image: int, scale: Scale) -> Decision:
+        """For the trace."""
+        return Decision()
+
+    def release(self) -> None:
+        """The run is over: let go of caches, keep what the trace asks for."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +139,8 @@ class Method(ABC):
     """A frozen dataclass whose fields are its configuration."""
 
     name: ClassVar[str]
+    summary: ClassVar[str]  # one sentence
+    paper: ClassVar[str] = ""
 
     @abstractmethod
     def start(self, context: Context) -> Policy: ...
@@ -103,21 +148,61 @@ class Method(ABC):
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "fields": dataclasses.asdict(self)}
 
+    @classmethod
+    def from_fields(cls: type[M], fields: dict[str, Any]) -> M:
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = [name for name in fields if name not in known]
+        if unknown:
+            raise NextscaleError(f"{cls.name} has no field {unknown[0]!r}; allowed: {choices(known) or 'none'}")
+        # JSON has no tuples.
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
 
-def gather(x: Tensor, chosen: Selection | None) -> Tensor:
-    """The chosen tokens of x [R or 1, N, ...] -> [R, K, ...]."""
-    if chosen is None:
-        return x
-    index = chosen.index.view(*chosen.index.shape, *(1,) * (x.ndim - 2))
-    source = x.expand(len(chosen.index), *x.shape[1:])
-    return source.gather(1, index.expand(-1, -1, *x.shape[2:]))
+    @classmethod
+    def preset(cls: type[M], name: str) -> M:
+        """A stored configuration, by name or as a file."""
+        path = PRESETS / f"{cls.name}-{name}.json"
+        if not path.exists():
+            path = Path(name)
+        if not path.is_file():
+            have = [p.stem.removeprefix(f"{cls.name}-") for p in sorted(PRESETS.glob(f"{cls.name}-*.json"))]
+            raise NextscaleError(f"{cls.name} has no preset {name!r}; allowed: {choices(have) or 'none'}, or a file")
+        content = read_stored(path)
+        if content["name"] != cls.name:
+            raise NextscaleError(f"{path} is a preset of {content['name']}, not of {cls.name}")
+        return cls.from_fields(content["fields"])
+
+    def __add__(self, other: Method) -> Method:
+        from nextscale.methods.compose import Compose
+
+        return Compose((self, other))
+
+    def require(self, name: str, low: float, high: float, *, above: bool = False, below: bool = False) -> None:
+        """Check a field's range; `above` and `below` leave out the ends."""
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        inside = number and low <= value <= high and not (above and value == low) and not (below and value == high)
+        if not inside:
+            interval = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
+            raise NextscaleError(f"{self.name}: {name} must lie in {interval}, not {value!r}")
+
+    def require_one_of(self, name: str, allowed: tuple[Any, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise NextscaleError(f"{self.name}: {name} must be one of {choices(allowed)}, not {value!r}")
 
 
-def scatter(x: Tensor, chosen: Selection, y: Tensor) -> Tensor:
-    """x with the chosen tokens replaced by y [R, K, C]; padding goes nowhere."""
-    slot = torch.arange(chosen.index.shape[1], device=x.device)
-    real = slot < chosen.count[:, None]
-    # Padding is sent to an extra cell behind the map, so that it can never collide with a real token.
-    index = chosen.index.where(real, x.shape[1])[..., None].expand_as(y)
-    extra = x.new_zeros(len(x), 1, x.shape[2])
-    return torch.cat((x, extra), dim=1).scatter(1, index, y.to(x.dtype))[:, :-1]
+def read_stored(path: Path) -> dict[str, Any]:
+    """A method or preset in a JSON file."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise NextscaleError(f"{path} is not a stored method: {error}") from None
+    return check_stored(content, str(path))
+
+
+def check_stored(content: Any, where: str) -> dict[str, Any]:
+    if not isinstance(content, dict) or "name" not in content:
+        raise NextscaleError(f"{where} is not a stored method: it needs 'name' and 'fields'")
+    if content.get("schema", SCHEMA) != SCHEMA:
+        raise NextscaleError(f"{where} has schema {content['schema']!r}; this version reads {SCHEMA}")
+    return content

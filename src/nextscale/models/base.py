@@ -103,8 +103,11 @@ class Backbone(nn.Module, ABC):
         """What `part` of block `layer` adds to the tokens x [R, K, C], after its gate."""
 
     @abstractmethod
-    def head(self, state: Any, x: Tensor) -> Tensor:
-        """Logits in float32: [R, N, V] for a codebook, [R, N, d, 2] for bits."""
+    def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        """Logits in float32: [R, N, V] for a codebook, [R, N, d, 2] for bits.
+
+        x may hold the first rows only. `codes` [R, n] asks for the logits of some codes; all are an answer too.
+        """
 
     @abstractmethod
     def schedule(self, size: Size, stride: int) -> Schedule:

@@ -47,9 +47,13 @@ class ModulatedBackbone(Backbone):
         h = modulated_norm(x, scale2, shift2, self.config.eps).to(self.dtype)
         return block.mlp(h).mul(gamma2)
 
-    def head(self, state: Any, x: Tensor) -> Tensor:
-        scale, shift = state.head_modulation.unbind(2)
-        logits = self.head_linear(modulated_norm(x, scale, shift, self.config.eps))
+    def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        scale, shift = state.head_modulation[: len(x)].unbind(2)
+        h = modulated_norm(x, scale, shift, self.config.eps)
+        if codes is not None:
+            weight, bias = self.head_linear.weight[codes], self.head_linear.bias[codes]  # [R, n, C], [R, n]
+            return torch.baddbmm(bias[:, None], h, weight.transpose(1, 2))
+        logits = self.head_linear(h)
         return logits.unflatten(-1, (*self.token_shape, self.token_values))
 
     def flops(self, part: str, tokens: int, keys: int) -> int:

@@ -1,0 +1,90 @@
+"""Several methods at once: `NOVA() + DropGuidance(10) + Truncate(1)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from nextscale.errors import NextscaleError
+from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.selection import Selection
+from nextscale.schedule import Scale
+
+_STRENGTH = {"run": 0, "skip": 1, "stop": 2}
+
+
+@dataclass(frozen=True)
+class Compose(Method):
+    """Elementwise: stop before skip before run, guided only if all guide. One part at most selects tokens."""
+
+    name = "compose"
+    summary = "Applies several methods at once."
+
+    parts: tuple[Method, ...]
+
+    def __post_init__(self) -> None:
+        flat = tuple(p for part in self.parts for p in (part.parts if isinstance(part, Compose) else (part,)))
+        object.__setattr__(self, "parts", flat)
+        if not flat:
+            raise NextscaleError("compose needs at least one method")
+
+    def start(self, context: Context) -> Policy:
+        policies = [part.start(context) for part in self.parts]
+        selecting = [p for p in policies if type(p).select is not Policy.select]
+        if len(selecting) > 1:
+            names = " and ".join(m.name for m, p in zip(self.parts, policies, strict=True) if p in selecting)
+            raise NextscaleError(f"{names} both select tokens, and a composition has room for one such method")
+        return ComposedPolicy(context, policies, selecting[0] if selecting else Policy(context))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "parts": [part.to_dict() for part in self.parts]}
+
+
+class ComposedPolicy(Policy):
+    def __init__(self, context: Context, policies: list[Policy], selecting: Policy) -> None:
+        super().__init__(context)
+        self.policies, self.selecting = policies, selecting
+
+    def expected_tokens(self) -> int:
+        return min(p.expected_tokens() for p in self.policies)
+
+    def begin_scale(self, scale: Scale) -> ScalePlan:
+        plans = [p.begin_scale(scale) for p in self.policies]
+        chosen = plans[self.policies.index(self.selecting)] if self.selecting in self.policies else plans[0]
+        return ScalePlan(
+            actions=tuple(
+                max(each, key=_STRENGTH.__getitem__) for each in zip(*(p.actions for p in plans), strict=True)
+            ),
+            guided=tuple(map(all, zip(*(p.guided for p in plans), strict=True))),
+            capacity=min(p.capacity for p in plans),
+            groups=chosen.groups,
+            needs=frozenset().union(*(p.needs for p in plans)),
+        )
+
+    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
+        return self.selecting.select(layer, group, x, stats)
+
+    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
+        return self.selecting.fill(layer, group, x, chosen, y, stats)
+
+    def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
+        return self.selecting.complete(x, stats)
+
+    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, features: Tensor, stats: Stats) -> None:
+        for policy in self.policies:
+            policy.end_scale(x, raw, logits, features, stats)
+
+    def activation(self, image: int) -> Activation:
+        """That of the first part which has one: methods that select tokens come first."""
+        ordered = sorted(self.policies, key=lambda p: p is not self.selecting)
+        found = [p.activation(image) for p in ordered]
+        return next((a for a in found if a.scale is not None), found[0])
+
+    def decision(self, image: int, scale: Scale) -> Decision:
+        return self.selecting.decision(image, scale)
+
+    def release(self) -> None:
+        for policy in self.policies:
+            policy.release()

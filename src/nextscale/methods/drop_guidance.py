@@ -1,0 +1,47 @@
+"""Run the last scales without the unconditional branch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from nextscale.errors import NextscaleError
+from nextscale.methods.base import Activation, Context, Method, Policy, ScalePlan
+from nextscale.schedule import Scale
+
+
+@dataclass(frozen=True)
+class DropGuidance(Method):
+    """Half of the rows of a guided run are its unconditional ones; late scales need them least."""
+
+    name = "drop_guidance"
+    summary = "Runs the scales from a given one on without the unconditional branch."
+
+    from_scale: int = 10  # the first unguided scale, from 1
+
+    def __post_init__(self) -> None:
+        self.require("from_scale", 1, 1000)
+
+    def start(self, context: Context) -> Policy:
+        if not context.sampling.guided_until:
+            raise NextscaleError("drop_guidance needs a guided run, and guidance_scale switches guidance off")
+        if self.from_scale > len(context.schedule):
+            raise NextscaleError(
+                f"drop_guidance: from_scale = {self.from_scale} lies beyond the {len(context.schedule)} scales of this schedule"
+            )
+        return DropGuidancePolicy(context, self)
+
+
+class DropGuidancePolicy(Policy):
+    def __init__(self, context: Context, method: DropGuidance) -> None:
+        super().__init__(context)
+        self.from_scale = method.from_scale
+
+    def begin_scale(self, scale: Scale) -> ScalePlan:
+        plan = super().begin_scale(scale)
+        if scale.index + 1 < self.from_scale:
+            return plan
+        return dataclasses.replace(plan, guided=(False,) * self.context.images)
+
+    def activation(self, image: int) -> Activation:
+        return Activation(scale=self.from_scale, reason="fixed")

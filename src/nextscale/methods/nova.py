@@ -1,0 +1,271 @@
+"""NOVA: entropy decides when to start dropping tokens, how many per scale and layer, and a cache fills the holes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nextscale.entropy import token_entropy
+from nextscale.errors import NextscaleError
+from nextscale.methods.activation import Growth
+from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.residual import TokenCache
+from nextscale.methods.selection import Selection, gather, keep_highest, scatter
+from nextscale.methods.tables import relative_ratio
+from nextscale.run import Rows
+from nextscale.schedule import Scale
+
+LENS_CODES = 256  # of a large codebook, `lens_topk` looks at the codes that were likeliest one scale before
+MOST = math.nextafter(1.0, 0.0)  # ratios lie in [0, 1)
+
+
+@dataclass(frozen=True)
+class NOVA(Method):
+    """Important: `alpha` (when to start) and `tau` (how steeply the ratio rises from scale to scale).
+
+    The rest either is the paper's setting or replaces a part of the method, for its ablations.
+    """
+
+    name = "nova"
+    summary = "Entropy growth starts the reduction, entropy picks the tokens, a residual cache fills the holes."
+    paper = "NOVA (2026), tables 1 to 5"
+
+    t_est: int = 5  # scales that are never reduced; their growth is the baseline
+    alpha: float = 0.5  # share of the baseline growth at which the reduction starts
+    tau: float = 0.8  # scales over which the ratio rises
+    lam: float = 0.1  # how much a growing entropy lowers the ratio
+    scale_linkage: bool = True  # False: the ratio of a scale comes from `scale_table`
+    scale_table: str = "fastvar"
+    layer_linkage: bool = True  # False: every layer has the scale's ratio
+    metric: str = "entropy"  # which tokens stay: entropy | attention | mse | random
+    cache: str = "residual"  # what fills the holes: residual | feature | zero
+    restore_mode: str = "nearest"  # how a cached map is enlarged: nearest | area | bilinear | bicubic
+    probe: str = "auto"  # a layer's entropy: lens | lens_topk | previous; auto = lens for bits, else lens_topk
+    probe_from_layer: int = (
+        1  # 2: the first layer, which sees bare embeddings, uses `previous` and stays out of the mean
+    )
+    unit: str = "token"  # entropy of a token of bits: their sum, or "bit": their mean
+    entropy_of: str = "conditional"  # or "guided": after temperature and guidance
+    max_layer_keep: float = 1.0  # the largest share of tokens that a reduced layer keeps
+    allow_empty: bool = False  # a layer may keep no token at all
+
+    def __post_init__(self) -> None:
+        self.require("t_est", 2, 1000)
+        self.require("alpha", 0, 10)
+        self.require("tau", 0, 100, above=True)
+        self.require("lam", 0, 10)
+        self.require("max_layer_keep", 0, 1, above=True)
+        self.require_one_of("metric", ("entropy", "attention", "mse", "random"))
+        self.require_one_of("cache", ("residual", "feature", "zero"))
+        self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
+        self.require_one_of("probe", ("auto", "lens", "lens_topk", "previous"))
+        self.require_one_of("probe_from_layer", (1, 2))
+        self.require_one_of("unit", ("token", "bit"))
+        self.require_one_of("entropy_of", ("conditional", "guided"))
+        relative_ratio(self.scale_table, 1.0)
+
+    def start(self, context: Context) -> Policy:
+        if len(context.schedule) < self.t_est + 2:
+            raise NextscaleError(
+                f"nova: t_est = {self.t_est} needs a schedule of at least {self.t_est + 2} scales, "
+                f"this one has {len(context.schedule)}"
+            )
+        return NOVAPolicy(context, self)
+
+
+class NOVAPolicy(Policy):
+    def __init__(self, context: Context, method: NOVA) -> None:
+        super().__init__(context)
+        self.method = method
+        self.growth = [Growth(method.t_est, method.alpha) for _ in range(context.images)]
+        self.caches = [TokenCache() for _ in range(context.depth)]  # what each layer added, or gave
+        self.attention = [TokenCache() for _ in range(context.depth)]  # attention entropy, for that metric
+        self.final = TokenCache()  # entropy of the final prediction, for the probe "previous"
+        self.means = [TokenCache() for _ in range(context.depth)]  # layer entropies, for the probe "previous"
+        self.codes: dict[int, Tensor] = {}  # per image, for the probe "lens_topk"
+        self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []  # entropies the host has not read yet
+        self.ratio: dict[int, list[float]] = {}  # per scale, per image
+        self.noted: dict[int, tuple[tuple[int, ...], list[Tensor], list[Tensor]]] = {}
+        self.probe = method.probe
+        if self.probe == "auto":
+            self.probe = "lens" if context.bits else "lens_topk"
+
+    def expected_tokens(self) -> int:
+        return 0
+
+    # Between scales, on the host
+
+    def begin_scale(self, scale: Scale) -> ScalePlan:
+        self._read_entropies()
+        t = scale.index + 1
+        self.ratio[t] = [self._ratio(g, t) for g in self.growth]
+        self.layer_sum: Tensor | None = None
+        self.noted[t] = ((), [], [])
+        needs = (
+            frozenset({"attention_entropy"}) if self.method.metric == "attention" and self._records(t) else frozenset()
+        )
+        return dataclasses.replace(super().begin_scale(scale), needs=needs)
+
+    def _read_entropies(self) -> None:
+        for scale, images, entropy in self.pending:
+            for image, value in zip(images, entropy.tolist(), strict=True):
+                self.growth[image].add(scale.index + 1, value)
+        self.pending.clear()
+
+    def _records(self, t: int) -> bool:
+        """Whether a later scale may need what this one leaves behind."""
+        return self.method.t_est < t < len(self.context.schedule)
+
+    def _ratio(self, growth: Growth, t: int) -> float:
+        m = self.method
+        if growth.star is None or t <= growth.star:
+            return 0.0
+        if m.scale_linkage:
+            newest = growth.newest(t) or 0.0  # the growth of scale t itself is not known yet
+            ratio = 1 / (1 + math.exp(-(t - (growth.star + 1)) / m.tau)) - m.lam * math.tanh(newest)
+        else:
+            ratio = relative_ratio(m.scale_table, t / len(self.context.schedule))
+        return min(max(ratio, 0.0), MOST)
+
+    # Inside a scale, on the device
+
+    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
+        t, rows, n = stats.scale.index + 1, stats.rows, stats.scale.tokens
+        ratios = [self.ratio[t][image] for image in rows.which]
+        if not any(ratios):
+            if self.probe == "previous" and self.method.layer_linkage and self._records(t):
+                mean = self._lens(layer, x, stats).double().mean(1)  # the only chance to learn the layers' entropies
+                self.means[layer].store(Rows(rows.which, ()), (1, 1), mean[:, None, None])
+            return None
+        entropy, mean = self._layer_entropy(layer, x, stats)
+        ratio = self._layer_ratio(layer, torch.tensor(ratios, dtype=torch.float64, device=x.device), mean)
+        kept = n - (ratio * n).floor().long()
+        kept = kept if self.method.allow_empty else kept.clamp_min(1)
+        self.noted[t] = (rows.which, [*self.noted[t][1], mean], [*self.noted[t][2], ratio])
+        chosen = keep_highest(self._score(layer, entropy, stats), kept)
+        return Selection(rows.spread(chosen.index), rows.spread(chosen.count))
+
+    def _lens(self, layer: int, x: Tensor, stats: Stats) -> Tensor:
+        """Entropy [B, N] of the prediction that the model's own head would make here."""
+        codes = None
+        if self.probe == "lens_topk":
+            codes = torch.stack([self.codes[image] for image in stats.rows.which])
+        return token_entropy(stats.lens(x, self.method.entropy_of == "guided", codes), self.method.unit)
+
+    def _layer_entropy(self, layer: int, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor]:
+        """Of every token [B, N], and the layer's mean [B]."""
+        if self.probe == "previous" or layer + 1 < self.method.probe_from_layer:
+            images = Rows(stats.rows.which, ())
+            entropy = self.final.read(images, stats.scale.grid, self.method.restore_mode)
+            assert entropy is not None, "a reduced scale follows complete ones"
+            means = self.means[layer].read(images, (1, 1), "nearest")
+            mean = entropy.double().mean((1, 2)) if means is None else means[:, 0, 0]
+            return entropy[..., 0], mean
+        entropy = self._lens(layer, x, stats)
+        return entropy, entropy.double().mean(1)
+
+    def _layer_ratio(self, layer: int, ratio: Tensor, mean: Tensor) -> Tensor:
+        """Eq. 12 and 13: a layer that is less certain than those before it keeps more."""
+        m, first = self.method, self.method.probe_from_layer - 1
+        result = ratio
+        if m.layer_linkage:
+            if self.layer_sum is not None:
+                mu = self.layer_sum / (layer - first)
+                result = ratio * (1 - torch.where(mu == 0, 0, (mean - mu) / mu))
+            if layer >= first:
+                self.layer_sum = mean if self.layer_sum is None else self.layer_sum + mean
+        result = result.clamp(0, MOST)
+        lowest = min(1 - m.max_layer_keep, MOST)
+        return torch.where(ratio > 0, result.clamp_min(lowest), ratio)
+
+    def _score(self, layer: int, entropy: Tensor, stats: Stats) -> Tensor:
+        """What the kept tokens have most of, [B, N]."""
+        metric, images, grid = self.method.metric, Rows(stats.rows.which, ()), stats.scale.grid
+        if metric == "random":
+            seed = 1000 * stats.scale.index + layer
+            noise = torch.rand(stats.scale.tokens, generator=torch.Generator().manual_seed(seed))
+            return noise.to(entropy.device).expand_as(entropy)
+        if metric == "attention":  # attention that is spread over everything looks at nothing
+            cached = self.attention[layer].read(images, grid, self.method.restore_mode)
+            return entropy if cached is None else -cached[..., 0]
+        if metric == "mse":  # how much the layer changed a cell one scale before
+            cached = self.caches[layer].read(images, grid, self.method.restore_mode)
+            return entropy if cached is None else cached.square().mean(-1)
+        return entropy
+
+    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
+        m, rows, grid, cache = self.method, stats.rows, stats.scale.grid, self.caches[layer]
+        records = self._records(stats.scale.index + 1) and (m.cache != "zero" or m.metric == "mse")
+        if chosen is None:
+            if records:
+                cache.store(rows, grid, y if m.cache == "feature" else y - x)
+            return y
+        cached = None if m.cache == "zero" else cache.read(rows, grid, m.restore_mode)
+        if cached is None:
+            return scatter(x, chosen, y)
+        if m.cache == "feature":
+            filled = scatter(cached, chosen, y)
+            new = filled
+        else:
+            filled = scatter(x + cached, chosen, y)
+            new = scatter(cached, chosen, y - gather(x, chosen))  # what a dropped token received ages with it
+        if records:
+            cache.store(rows, grid, new)
+        return filled
+
+    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, features: Tensor, stats: Stats) -> None:
+        m, rows, scale = self.method, stats.rows, stats.scale
+        seen = logits if m.entropy_of == "guided" else raw[: rows.images]
+        entropy = token_entropy(seen, m.unit)
+        self.pending.append((scale, rows.which, entropy.double().mean(1)))
+        if not self._records(scale.index + 1):
+            return
+        if self.probe == "previous" or m.probe_from_layer == 2:
+            self.final.store(Rows(rows.which, ()), scale.grid, entropy[..., None])
+        if self.probe == "lens_topk":
+            likely = seen.softmax(-1).mean(1)
+            codes = likely.topk(min(LENS_CODES, likely.shape[-1]), dim=-1).indices
+            self.codes.update(dict(zip(rows.which, codes, strict=True)))
+        for layer, map_ in enumerate(stats.attention_entropy):
+            self._store_attention(layer, map_[: rows.images], stats)
+
+    def _store_attention(self, layer: int, entropy: Tensor, stats: Stats) -> None:
+        images, grid = Rows(stats.rows.which, ()), stats.scale.grid
+        chosen = stats.chosen[layer]["self"]
+        if chosen is not None:  # a token that was not computed keeps what it had
+            own = Selection(chosen.index[: len(entropy)], chosen.count[: len(entropy)])
+            before = self.attention[layer].read(images, grid, self.method.restore_mode)
+            base = entropy.mean(1)[:, None, None].expand(-1, stats.scale.tokens, 1) if before is None else before
+            self.attention[layer].store(images, grid, scatter(base, own, entropy[..., None]))
+        else:
+            self.attention[layer].store(images, grid, entropy[..., None])
+
+    # For the trace
+
+    def activation(self, image: int) -> Activation:
+        g = self.growth[image]
+        self._read_entropies()
+        return Activation(None if g.star is None else g.star + 1, g.star, g.reason, g.eta)
+
+    def decision(self, image: int, scale: Scale) -> Decision:
+        self._read_entropies()
+        t, g = scale.index + 1, self.growth[image]
+        images, means, ratios = self.noted.get(t, ((), [], []))
+        noted = image in images
+        return Decision(
+            entropy=g.entropy.get(t),
+            growth=g.growth(t),
+            smoothed_growth=g.smoothed(t),
+            ratio=self.ratio.get(t, [0.0] * self.context.images)[image],
+            layer_entropy=tuple(float(m[images.index(image)]) for m in means) if noted else (),
+            layer_ratio=tuple(float(r[images.index(image)]) for r in ratios) if noted else (),
+        )
+
+    def release(self) -> None:
+        for caches in (self.caches, self.attention, self.means):
+            caches.clear()
+        self.final = TokenCache()

@@ -1,0 +1,50 @@
+"""Leave out the last scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from nextscale.errors import NextscaleError
+from nextscale.methods.base import Activation, Context, Method, Policy, ScalePlan
+from nextscale.schedule import Scale
+
+
+@dataclass(frozen=True)
+class Truncate(Method):
+    """The picture is decoded from the scales before; every cleverer method must beat this."""
+
+    name = "truncate"
+    summary = "Leaves out the last k scales and decodes what is there."
+
+    k: int = 1  # scales to leave out
+
+    def __post_init__(self) -> None:
+        self.require("k", 0, 1000)
+
+    def start(self, context: Context) -> Policy:
+        if self.k >= len(context.schedule):
+            raise NextscaleError(
+                f"truncate: k = {self.k} leaves nothing of a schedule of {len(context.schedule)} scales"
+            )
+        return TruncatePolicy(context, self)
+
+
+class TruncatePolicy(Policy):
+    def __init__(self, context: Context, method: Truncate) -> None:
+        super().__init__(context)
+        self.first_left_out = len(context.schedule) - method.k
+
+    def expected_tokens(self) -> int:
+        return sum(s.tokens for s in self.context.schedule if s.index < self.first_left_out)
+
+    def begin_scale(self, scale: Scale) -> ScalePlan:
+        plan = super().begin_scale(scale)
+        if scale.index < self.first_left_out:
+            return plan
+        return dataclasses.replace(plan, actions=("stop",) * self.context.images)
+
+    def activation(self, image: int) -> Activation:
+        if self.first_left_out == len(self.context.schedule):
+            return Activation()
+        return Activation(scale=self.first_left_out + 1, reason="fixed")
