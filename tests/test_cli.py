@@ -55,6 +55,21 @@ def test_convert_then_generate(var_files: Path, tmp_path: Path) -> None:
     assert (tmp_path / "x.webp").exists()
 
 
+def test_generate_with_a_method(var_files: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "t.json"
+    options = ("--weights", var_files / "mine.pth", "--out", tmp_path / "a.png", "--trace", trace)
+    done = run(
+        "generate", "4", *options, "--method", "nova", "--preset", "paper", "--set", "t_est=2", "--set", "probe=lens"
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(trace.read_text())
+    assert told["method"]["name"] == "nova"
+    assert told["method"]["fields"]["t_est"] == 2
+    assert told["method"]["fields"]["probe"] == "lens"
+    assert "nova: " in done.stdout
+    assert "alpha = 0.5" in run("methods").stdout
+
+
 def test_models_and_env() -> None:
     listed = run("models").stdout
     for name in ("var-d16", "var-d36", "infinity-125m", "infinity-2b", "infinity-8b", "infinity-8b-512"):
@@ -101,6 +116,12 @@ def test_bad_input_is_one_sentence_and_exit_code_2(var_files: Path, tmp_path: Pa
         "top_p must lie in": ("4", *weights, "--top-p", 3),
         "sees no CUDA device": ("4", *weights, "--device", "cuda"),
         "cannot write 'x.txt'": ("4", *weights, "--out", "x.txt"),
+        "unknown method 'magic'; allowed: nova": ("4", *weights, "--method", "magic"),
+        "nova has no field 'beta'": ("4", *weights, "--method", "nova", "--set", "beta=1"),
+        "alpha must lie in": ("4", *weights, "--method", "nova", "--set", "alpha=-1"),
+        "not of the form field=value": ("4", *weights, "--method", "nova", "--set", "alpha"),
+        "needs a schedule of at least 8": ("4", *weights, "--method", "nova", "--set", "t_est=6"),
+        "need --method": ("4", *weights, "--set", "alpha=1"),
     }.items():
         if words == "sees no CUDA device" and torch.cuda.is_available():
             continue

@@ -10,7 +10,7 @@ import typer
 
 from nextscale.cli.convert import convert
 from nextscale.cli.generate import generate
-from nextscale.cli.info import env, models
+from nextscale.cli.info import env, methods, models
 from nextscale.cli.verify import verify
 from nextscale.errors import NextscaleError
 
@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, models, env, verify, convert):
+for command in (generate, models, methods, env, verify, convert):
     app.command()(command)
 
 

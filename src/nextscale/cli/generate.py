@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nextscale.cli.options import Model, Revision, Vae, Weights, default_device, default_dtype, source_of
+from nextscale.cli.options import Model, Revision, Vae, Weights, default_device, default_dtype, method_of, source_of
 from nextscale.errors import NextscaleError
 
 
@@ -22,6 +22,9 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="0 = off. Default: what the authors use.")] = None,
     top_p: Annotated[float | None, typer.Option(help="0 = off. Default: what the authors use.")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token everywhere.")] = False,
+    method: Annotated[str | None, typer.Option(help="See `nextscale methods`; several as a+b.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Stored settings of the method: a name or a file.")] = None,
+    set_: Annotated[list[str], typer.Option("--set", help="field=value of the method, repeatable.")] = [],  # noqa: B006
     height: Annotated[int | None, typer.Option(show_default=False)] = None,
     width: Annotated[int | None, typer.Option(show_default=False)] = None,
     aspect_ratio: Annotated[float | None, typer.Option(help="height / width", show_default=False)] = None,
@@ -39,6 +42,7 @@ def generate(
     from nextscale.pipeline import Pipeline
 
     paths = image_paths(out, images)
+    reduction = method_of(method, preset, set_)
     source = source_of(model, weights)
     device = device or default_device()
     pipe = Pipeline.from_pretrained(
@@ -61,6 +65,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         greedy=greedy,
+        method=reduction,
         height=height,
         width=width,
         aspect_ratio=aspect_ratio,

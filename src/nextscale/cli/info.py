@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
@@ -21,6 +22,16 @@ def models() -> None:
             spec.name, str(spec.backbone.depth), str(spec.backbone.width), spec.notes, f"{spec.repo}: {files}"
         )
     console().print(table)
+
+
+def methods() -> None:
+    """List the acceleration methods and their settings."""
+    from nextscale.methods import METHODS
+
+    for cls in METHODS.values():
+        typer.echo(f"{cls.name}: {cls.summary}" + (f" [{cls.paper}]" if cls.paper else ""))
+        for f in dataclasses.fields(cls):
+            typer.echo(f"    {f.name} = {getattr(cls(), f.name)!r}")
 
 
 def env() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from typing import Annotated
 
@@ -9,7 +11,8 @@ import torch
 import typer
 from rich.console import Console
 
-from nextscale.errors import NextscaleError
+from nextscale.errors import NextscaleError, choices
+from nextscale.methods import Compose, Method, get_method
 from nextscale.models.registry import get_model
 
 Model = Annotated[str | None, typer.Option(help="A published model (see `nextscale models`).", show_default=False)]
@@ -33,6 +36,35 @@ def source_of(model: str | None, weights: str | None) -> str:
     if source is None:
         raise NextscaleError("say which model: --model NAME (see `nextscale models`), --weights PATH, or both")
     return source
+
+
+def method_of(name: str | None, preset: str | None, settings: list[str]) -> Method | None:
+    """`--method nova --preset paper --set alpha=0.4`; parts of a composition are joined by '+'."""
+    if name is None:
+        if preset or settings:
+            raise NextscaleError("--preset and --set need --method")
+        return None
+    parts = name.split("+")
+    if len(parts) > 1:
+        if preset or settings:
+            raise NextscaleError("--preset and --set are for one method; give a composition as its parts alone")
+        return Compose(tuple(get_method(part)() for part in parts))
+    cls = get_method(name)
+    base = cls() if preset is None else cls.preset(preset)
+    return dataclasses.replace(base, **{k: v for k, v in (_setting(cls, s) for s in settings)})
+
+
+def _setting(cls: type[Method], text: str) -> tuple[str, object]:
+    field, equals, value = text.partition("=")
+    known = {f.name for f in dataclasses.fields(cls)}
+    if not equals:
+        raise NextscaleError(f"--set {text!r} is not of the form field=value")
+    if field not in known:
+        raise NextscaleError(f"{cls.name} has no field {field!r}; allowed: {choices(sorted(known))}")
+    try:
+        return field, json.loads(value)
+    except json.JSONDecodeError:
+        return field, {"True": True, "False": False}.get(value, value)  # a bare word is text
 
 
 def default_device() -> str:

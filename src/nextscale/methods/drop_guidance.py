@@ -27,7 +27,7 @@ class DropGuidance(Method):
             raise NextscaleError("drop_guidance needs a guided run, and guidance_scale switches guidance off")
         if self.from_scale > len(context.schedule):
             raise NextscaleError(
-                f"drop_guidance: from_scale = {self.from_scale} lies beyond the {len(context.schedule)} scales of this schedule"
+                f"drop_guidance: from_scale = {self.from_scale} lies beyond the last scale, {len(context.schedule)}"
             )
         return DropGuidancePolicy(context, self)
 

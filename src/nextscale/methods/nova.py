@@ -136,10 +136,12 @@ class NOVAPolicy(Policy):
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         t, rows, n = stats.scale.index + 1, stats.rows, stats.scale.tokens
         ratios = [self.ratio[t][image] for image in rows.which]
+        if self.probe == "previous" and self.method.layer_linkage and self._records(t) and not all(ratios):
+            # A complete scale is the only chance to learn the layers' entropies of an image.
+            complete = [i for i, ratio in enumerate(ratios) if not ratio]
+            mean = self._lens(layer, x, stats).double().mean(1)[complete]
+            self.means[layer].store(Rows(tuple(rows.which[i] for i in complete), ()), (1, 1), mean[:, None, None])
         if not any(ratios):
-            if self.probe == "previous" and self.method.layer_linkage and self._records(t):
-                mean = self._lens(layer, x, stats).double().mean(1)  # the only chance to learn the layers' entropies
-                self.means[layer].store(Rows(rows.which, ()), (1, 1), mean[:, None, None])
             return None
         entropy, mean = self._layer_entropy(layer, x, stats)
         ratio = self._layer_ratio(layer, torch.tensor(ratios, dtype=torch.float64, device=x.device), mean)

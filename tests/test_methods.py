@@ -1,0 +1,200 @@
+"""One matrix: every method on every kind of model. A new method joins by a line in METHODS."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files as package_files
+
+import jsonschema
+import pytest
+import torch
+
+from conftest import ask, same_tokens
+from nextscale import NOVA, Compose, DropGuidance, RandomSelection, Truncate, loop
+from nextscale.errors import NextscaleError
+from nextscale.methods import METHODS as REGISTERED
+from nextscale.methods import from_dict, tables
+
+METHODS = {
+    "nova": NOVA(t_est=2, alpha=0.0),
+    "nova, previous": NOVA(t_est=2, alpha=0.0, probe="previous"),
+    "nova, lens": NOVA(t_est=2, alpha=0.0, probe="lens"),
+    "nova, from layer 2": NOVA(t_est=2, alpha=0.0, probe_from_layer=2, restore_mode="bilinear"),
+    "nova, attention": NOVA(t_est=2, alpha=0.0, metric="attention"),
+    "nova, mse": NOVA(t_est=2, alpha=0.0, metric="mse", restore_mode="area"),
+    "nova, random": NOVA(t_est=2, alpha=0.0, metric="random"),
+    "nova, no linkage": NOVA(t_est=2, alpha=0.0, scale_linkage=False, layer_linkage=False),
+    "nova, feature cache": NOVA(t_est=2, alpha=0.0, cache="feature", restore_mode="bicubic"),
+    "nova, zero": NOVA(t_est=2, alpha=0.0, cache="zero"),
+    "nova, guided": NOVA(t_est=2, alpha=0.0, entropy_of="guided", unit="bit"),
+    "nova, bounded": NOVA(t_est=2, alpha=0.0, max_layer_keep=0.3, tau=3.0),
+    "nova, empty layers": NOVA(t_est=2, alpha=0.0, allow_empty=True, tau=0.3),
+    "truncate": Truncate(2),
+    "drop guidance": DropGuidance(4),
+    "random selection": RandomSelection(NOVA(t_est=2, alpha=0.0)),
+    "composed": NOVA(t_est=2, alpha=0.0) + DropGuidance(5) + Truncate(1),
+}
+# Configurations that reduce nothing.
+tables.TABLES["nothing"] = ((0.0, 0.0), (1.0, 0.0))
+NOTHING = {
+    "nova": NOVA(t_est=2, scale_linkage=False, scale_table="nothing"),
+    "nova, attention": NOVA(t_est=2, scale_linkage=False, scale_table="nothing", metric="attention"),
+    "truncate": Truncate(0),
+    "random selection": RandomSelection(Truncate(0)),
+    "composed": Truncate(0) + NOVA(t_est=2, scale_linkage=False, scale_table="nothing"),
+}
+SHAPES = {"var": {}, "infinity": {}, "infinity wide": {"aspect_ratio": 0.571}, "patchified": {}}
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest):
+    return METHODS[request.param]
+
+
+@pytest.fixture(params=SHAPES)
+def model(request: pytest.FixtureRequest):
+    pipe = request.getfixturevalue(request.param.split()[0])
+    return pipe, SHAPES[request.param]
+
+
+def test_matrix_names_every_method() -> None:
+    used = {part.name for m in METHODS.values() for part in (m.parts if isinstance(m, Compose) else (m,))}
+    assert used == set(REGISTERED)
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_1_reducing_nothing_is_bit_identical(model, name: str) -> None:
+    pipe, size = model
+    plain = ask(pipe, 2, output_type="latent", **size)
+    nothing = ask(pipe, 2, output_type="latent", method=NOTHING[name], **size)
+    assert torch.equal(plain.images, nothing.images)
+
+
+def test_2_a_b_a(model, method) -> None:
+    pipe, size = model
+    plain, first = ask(pipe, 1, **size), ask(pipe, 2, method=method, **size)
+    ask(pipe, 1, first=3, method=NOVA(t_est=3), **size)
+    assert same_tokens(first, ask(pipe, 2, method=method, **size))
+    assert same_tokens(plain, ask(pipe, 1, **size))
+
+
+def test_3_a_batch_equals_single_runs(model, method) -> None:
+    pipe, size = model
+    batch = ask(pipe, 3, method=method, **size)
+    traced = batch.trace.to_dict()["images"]
+    for i in range(3):
+        single = ask(pipe, 1, first=i, method=method, **size)
+        assert all(torch.equal(b[i : i + 1], s) for b, s in zip(batch.tokens, single.tokens, strict=True))
+        alone = single.trace.to_dict()["images"][0]
+        assert alone["tokens_computed"] == traced[i]["tokens_computed"]
+        assert alone["activation"]["star"] == traced[i]["activation"]["star"]
+
+
+@pytest.mark.parametrize("name", ["var", "infinity"])
+def test_images_of_the_matrix_activate_at_different_scales(request, name: str) -> None:
+    traced = ask(request.getfixturevalue(name), 3, method=METHODS["nova"]).trace.to_dict()["images"]
+    assert len({image["activation"]["star"] for image in traced}) > 1
+
+
+def test_5_the_trace_adds_up(model, method, monkeypatch) -> None:
+    pipe, size = model
+    runs, lengths = [], {}
+    original = loop.Run
+
+    def remember(*args):
+        runs.append(original(*args))
+        return runs[-1]
+
+    def look(end) -> None:
+        for row, image in enumerate(runs[0].rows.all):
+            conditional = row < runs[0].rows.images
+            lengths[image, conditional] = [int(cache.length[row]) for cache in runs[0].kv]
+
+    monkeypatch.setattr(loop, "Run", remember)
+    out = ask(pipe, 2, method=method, callback_on_scale_end=look, **size)
+    data = out.trace.to_dict()
+    schema = json.loads(package_files("nextscale").joinpath("trace.schema.json").read_text())
+    jsonschema.validate(data, schema)
+    assert data["method"] == method.to_dict()
+    for image in data["images"]:
+        per_scale = [sum(layer["kept"] for layer in e["layers"]) for e in image["scales"]]
+        assert image["tokens_computed"] == sum(per_scale)
+        assert image["row_tokens_computed"] == sum(
+            n * e["rows"] for n, e in zip(per_scale, image["scales"], strict=True)
+        )
+        kept = [sum(e["layers"][j]["kept"] for e in image["scales"] if e["ran"]) for j in range(pipe.backbone.depth)]
+        assert lengths[image["index"], True] == kept, "KV entries = kept tokens"
+        assert image["flops"] < image["flops_full"] or image["activation"]["reason"] == "never"
+        for e in image["scales"]:
+            for layer in e["layers"]:
+                cells = out.trace.kept(image["index"], e["scale"], layer["layer"])
+                assert cells.shape == tuple(e["grid"])
+                assert cells.sum() == layer["kept"]
+
+
+def test_methods_and_json(method) -> None:
+    stored = json.loads(json.dumps(method.to_dict()))
+    assert from_dict(stored) == method
+    assert eval(repr(method), {m.__name__: m for m in (*REGISTERED.values(), Compose)}) == method
+
+
+def test_kept_maps_in_a_file(infinity, tmp_path) -> None:
+    import numpy as np
+
+    out = ask(infinity, 1, method=NOVA(t_est=2))
+    out.trace.save(tmp_path / "maps.npz")
+    maps = np.load(tmp_path / "maps.npz")
+    assert len(maps.files) == 7 * 4 * 3 * 2  # scales, layers, parts, rows
+    assert np.array_equal(maps["image0/scale7/layer2/cross/row1"], out.trace.kept(0, 7, 2, "cross", 1))
+    with pytest.raises(NextscaleError, match=r"scales 1\.\.7, layers 1\.\.4"):
+        out.trace.kept(0, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: NOVA(alpha=-1), r"nova: alpha must lie in \[0, 10\], not -1"),
+        (lambda: NOVA(tau=0), r"tau must lie in \(0, 100\]"),
+        (lambda: NOVA(lam=float("nan")), "lam must lie in"),
+        (lambda: NOVA(metric="magic"), "metric must be one of entropy, attention, mse, random, not 'magic'"),
+        (lambda: NOVA(scale_table="mine"), "unknown scale table 'mine'; allowed: fastvar"),
+        (lambda: Truncate(-1), r"k must lie in \[0, 1000\]"),
+        (lambda: Compose(()), "at least one method"),
+        (lambda: from_dict({"name": "magic", "fields": {}}), "unknown method 'magic'; allowed: nova"),
+        (lambda: from_dict({"name": "nova", "fields": {"beta": 1}}), "nova has no field 'beta'; allowed: t_est"),
+        (lambda: from_dict({"name": "nova", "schema": 7}), "schema 7; this version reads 1"),
+        (lambda: from_dict({"fields": {}}), "it needs 'name' and 'fields'"),
+        (lambda: NOVA.preset("fast"), "nova has no preset 'fast'; allowed: paper, or a file"),
+    ],
+)
+def test_bad_methods(make, match: str) -> None:
+    with pytest.raises(NextscaleError, match=match):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "match"),
+    [
+        (NOVA(t_est=6), {}, "t_est = 6 needs a schedule of at least 8 scales, this one has 7"),
+        (Truncate(7), {}, "k = 7 leaves nothing of a schedule of 7 scales"),
+        (DropGuidance(8), {}, "from_scale = 8 lies beyond the last scale, 7"),
+        (DropGuidance(4), {"guidance_scale": 1.0}, "needs a guided run"),
+        (NOVA(t_est=2) + NOVA(t_est=3), {}, "nova and nova both select tokens"),
+        (RandomSelection(NOVA(t_est=6)), {}, "needs a schedule of at least 8"),
+    ],
+)
+def test_methods_that_do_not_fit_the_call(infinity, method, options, match: str) -> None:
+    with pytest.raises(NextscaleError, match=match):
+        ask(infinity, method=method, **options)
+
+
+def test_presets(tmp_path) -> None:
+    assert NOVA.preset("paper") == NOVA()
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps({"schema": 1, "name": "nova", "fields": {"alpha": 0.4}}))
+    assert NOVA.preset(str(mine)) == NOVA(alpha=0.4)
+    with pytest.raises(NextscaleError, match="is a preset of nova, not of truncate"):
+        Truncate.preset(str(mine))
+    mine.write_text("{")
+    with pytest.raises(NextscaleError, match="not a stored method"):
+        NOVA.preset(str(mine))

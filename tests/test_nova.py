@@ -1,0 +1,186 @@
+"""NOVA's decisions, recomputed by other means."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from conftest import ask
+from nextscale import NOVA
+from nextscale.entropy import attention_entropy, token_entropy
+from nextscale.methods.activation import Growth
+from nextscale.methods.base import Stats
+from nextscale.methods.nova import NOVAPolicy
+from nextscale.methods.selection import Selection, keep_highest
+from nextscale.run import Rows
+
+
+def grow(entropies: list[float], t_est: int = 3, alpha: float = 0.5) -> Growth:
+    growth = Growth(t_est, alpha)
+    for t, value in enumerate(entropies, start=1):
+        growth.add(t, value)
+    return growth
+
+
+def test_activation_with_made_up_entropies() -> None:
+    # growth 1, 1: eta = 1; smoothed growth of scale 4 = (0 + 1) / 2 <= 0.5: as early as possible
+    first = grow([0, 1, 2, 2, 3])
+    assert (first.star, first.reason, first.eta) == (4, "inflection", 1)
+    # smoothed 1.0, 0.75, 0.25: scale 6
+    assert grow([0, 1, 2, 3, 3.5, 3.5]).star == 6
+    never = grow([0, 1, 2, 3, 4, 5, 6])
+    assert (never.star, never.reason) == (None, "never")
+    flat = grow([2, 1, 0, 5, 9])
+    assert (flat.star, flat.reason) == (4, "flat_start")
+    assert flat.eta == -1
+    assert grow([1, 1, 1, 1]).reason == "flat_start"
+    assert grow([0, 1, 2]).star is None
+
+
+def oracle(scales: list[dict], m: NOVA, layers: int) -> dict:
+    """The paper's rules in a few lines, from the traced entropies alone."""
+    h = {e["scale"]: e["entropy"] for e in scales}
+    g = {t: h[t] - h[t - 1] for t in range(2, len(h) + 1)}
+    eta = sum(g[t] for t in range(2, m.t_est + 1)) / (m.t_est - 1)
+    smooth = {t: (g[t] + g[t - 1]) / 2 for t in range(m.t_est + 1, len(h) + 1)}
+    star = next((t for t in smooth if eta <= 0 or smooth[t] <= m.alpha * eta), None)
+    ratios, kept = {}, {}
+    for e in scales:
+        t, n = e["scale"], e["tokens"]
+        ratio = 0.0
+        if star is not None and t > star:
+            ratio = 1 / (1 + math.exp(-(t - (star + 1)) / m.tau)) - m.lam * math.tanh(g[t - 1])
+            ratio = min(max(ratio, 0.0), math.nextafter(1, 0))
+        ratios[t] = ratio
+        for j in range(layers):
+            r = ratio
+            if ratio > 0 and j > 0:
+                before = [layer["entropy"] for layer in e["layers"][:j]]
+                mu = sum(before) / j
+                d = (e["layers"][j]["entropy"] - mu) / mu
+                r = min(max(ratio * (1 - d), 0.0), math.nextafter(1, 0))
+            kept[t, j] = max(n - math.floor(r * n), 1)
+    return {"eta": eta, "star": star, "g": g, "smooth": smooth, "ratios": ratios, "kept": kept}
+
+
+@pytest.mark.parametrize("t_est", [2, 3, 5])
+def test_an_oracle_agrees(any_pipe, t_est: int) -> None:
+    m = NOVA(t_est=t_est)
+    budget = {"pixel_budget": "0.25M"} if any_pipe.spec.pixel_budget else {}
+    for image in ask(any_pipe, 3, method=m, **budget).trace.to_dict()["images"]:
+        expected = oracle(image["scales"], m, any_pipe.backbone.depth)
+        assert image["activation"]["eta"] == pytest.approx(expected["eta"], abs=1e-12)
+        assert image["activation"]["star"] == expected["star"]
+        for e in image["scales"]:
+            t = e["scale"]
+            assert e["growth"] == expected["g"].get(t)
+            assert e["smoothed_growth"] == expected["smooth"].get(t)
+            assert e["ratio"] == pytest.approx(expected["ratios"][t], abs=1e-12)
+            assert [layer["kept"] for layer in e["layers"]] == [
+                expected["kept"][t, j] for j in range(any_pipe.backbone.depth)
+            ]
+
+
+def test_traced_entropies_are_those_of_the_conditional_logits(any_pipe) -> None:
+    seen = []
+    out = ask(any_pipe, 1, method=NOVA(t_est=2), callback_on_scale_end=lambda e: seen.append(e.raw_logits[:1]))
+    for entry, logits in zip(out.trace.to_dict()["images"][0]["scales"], seen, strict=True):
+        p = logits.double().softmax(-1)
+        naive = -(p * p.log()).sum(-1)
+        naive = naive.sum(-1) if naive.ndim == 3 else naive
+        assert entry["entropy"] == pytest.approx(naive.mean().item(), abs=1e-5)
+
+
+def test_the_most_certain_tokens_are_dropped(infinity) -> None:
+    """At the first layer of the first reduced scale, against the model's own head on the embeddings."""
+    out = ask(infinity, 1, method=NOVA(t_est=5))
+    data = out.trace.to_dict()["images"][0]
+    scale = data["activation"]["scale"]
+    kept = torch.from_numpy(out.trace.kept(0, scale, 1)).flatten()
+    entropies = []
+    original = type(infinity.backbone).head
+
+    def head(self, state, x, codes=None):
+        logits = original(self, state, x, codes)
+        entropies.append(token_entropy(logits))
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(infinity.backbone), "head", head)
+        ask(infinity, 1, method=NOVA(t_est=5))
+    first_probe = entropies[scale - 1][0]  # one head per complete scale comes before it
+    assert first_probe[kept].min() >= first_probe[~kept].max()
+
+
+def policy_for(n: int, **fields) -> tuple[NOVAPolicy, Stats]:
+    from nextscale.methods.base import Context
+    from nextscale.sampling import Sampling
+    from nextscale.schedule import Schedule
+
+    schedule = Schedule.squares((1, 2, 3, 4, 6, 8, 10))
+    sampling = Sampling.make(len(schedule), guidance=(1.0,) * len(schedule))
+    policy = NOVAPolicy(Context(1, schedule, sampling, 1, ("self", "ffn")), NOVA(t_est=2, **fields))
+    stats = Stats(list(schedule)[n], Rows((0,), ()), lambda *a: torch.zeros(1))
+    return policy, stats
+
+
+@pytest.mark.parametrize("mode", ["nearest", "area", "bilinear", "bicubic"])
+def test_a_constant_layer_is_restored_exactly(mode: str) -> None:
+    policy, complete = policy_for(4, restore_mode=mode)
+    x = torch.randint(-8, 8, (1, 36, 5)).float()
+    policy.fill(0, ("self", "ffn"), x, None, x + 0.25, complete)
+    reduced = Stats(list(policy.context.schedule)[5], complete.rows, complete.lens)
+    x = torch.randint(-8, 8, (1, 64, 5)).float()
+    chosen = Selection(torch.tensor([[3, 7, 8]]), torch.tensor([3]))
+    out = policy.fill(0, ("self", "ffn"), x, chosen, x[:, [3, 7, 8]] + 0.25, reduced)
+    assert torch.equal(out, x + 0.25)
+    # The cache has aged by one scale and still says the same.
+    assert torch.equal(policy.caches[0].read(complete.rows, (8, 8), mode), torch.full((1, 64, 5), 0.25))
+
+
+def test_what_fills_the_holes() -> None:
+    for cache, expected in (("residual", 3 + 2.0), ("feature", 9.0), ("zero", 3.0)):
+        policy, complete = policy_for(4, cache=cache)
+        policy.fill(0, ("self",), torch.full((1, 36, 1), 7.0), None, torch.full((1, 36, 1), 9.0), complete)
+        reduced = Stats(list(policy.context.schedule)[5], complete.rows, complete.lens)
+        x = torch.full((1, 64, 1), 3.0)
+        chosen = Selection(torch.tensor([[5]]), torch.tensor([1]))
+        out = policy.fill(0, ("self",), x, chosen, torch.tensor([[[100.0]]]), reduced)
+        assert out[0, 5] == 100
+        assert out[0, 6] == expected, cache
+
+
+def test_keep_highest() -> None:
+    score = torch.tensor([[1.0, 5.0, 3.0, 3.0, 0.0], [9.0, 8.0, 7.0, 6.0, 5.0]])
+    chosen = keep_highest(score, torch.tensor([2, 4]))
+    assert chosen.index[0, :2].tolist() == [1, 2]  # of equal scores the earlier cell
+    assert chosen.index[1].tolist() == [0, 1, 2, 3]
+    assert chosen.mask(5).tolist() == [[False, True, True, False, False], [True, True, True, True, False]]
+    wide = keep_highest(score, torch.tensor([2, 4]), capacity=5)
+    assert wide.index.shape == (2, 5)
+    assert torch.equal(wide.mask(5), chosen.mask(5))
+
+
+def test_token_entropy() -> None:
+    logits = torch.randn(2, 7, 50)
+    p = logits.softmax(-1)
+    assert torch.allclose(token_entropy(logits), -(p * p.log()).sum(-1), atol=1e-5)
+    bits = torch.randn(2, 7, 6, 2) * 3
+    p = bits.softmax(-1)
+    each = -(p * p.log()).sum(-1)
+    assert torch.allclose(token_entropy(bits), each.sum(-1), atol=1e-5)
+    assert torch.allclose(token_entropy(bits, "bit"), each.mean(-1), atol=1e-5)
+    assert token_entropy(torch.tensor([[[[500.0, -500.0]]]])).item() == 0
+
+
+@pytest.mark.parametrize("spread", [1.0, 10.0])
+def test_attention_entropy(spread: float) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 3, 70, 16) * spread, torch.randn(2, 3, 90, 16)
+    mask = (torch.arange(90) < torch.tensor([[90], [40]]))[:, None, None]
+    scores = (q.double() @ k.double().transpose(-1, -2) * 0.7).masked_fill(~mask, -torch.inf)
+    a = scores.softmax(-1)
+    naive = -(a * a.clamp_min(1e-300).log()).sum(-1).mean(1)
+    assert (attention_entropy(q, k, 0.7, mask, chunk=32) - naive).abs().max() < 1e-3
