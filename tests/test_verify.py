@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -97,8 +98,14 @@ def edit_config(case: Path, change) -> None:
         (CASE, lambda c: c["transformer"].update(embed_dim=128), "shape"),
         (TEXT_CASE, lambda c: c["transformer"].update(rope2d_normalized_by_hw=1), "rope2d_normalized_by_hw = 1"),
         (TEXT_CASE, lambda c: c["runs"]["greedy"].update(cfg_list=[1.0]), "7 scales"),
-        (TEXT_CASE, lambda c: c["runs"]["greedy"].update(gt_leak=2), "'gt_leak'"),
+        (TEXT_CASE, lambda c: c["runs"]["greedy"].update(gt_leak=2), "gt_leak = 2"),
         (TEXT_CASE, lambda c: c.update(h_div_w_template=7), "7"),
+        (CASE, lambda c: c["runs"]["greedy"].update(g_seed=None), "g_seed None"),
+        (CASE, lambda c: c["runs"]["greedy"].update(cfg=[1.0]), "cannot be used"),
+        (CASE, lambda c: c["transformer"].update(depth="4"), "cannot be used"),
+        (CASE, lambda c: c["transformer"].update(patch_nums=[]), "cannot be used"),
+        (CASE, lambda c: c.update(model=["VAR"]), "VAR"),
+        (TEXT_CASE, lambda c: c["runs"]["greedy"].update(cfg_insertion_layer=0), "cannot be used"),
     ],
 )
 def test_a_case_we_do_not_understand_is_refused(tmp_path: Path, case: Path, change, names: str) -> None:
@@ -121,11 +128,34 @@ def test_nan_is_no_match(tmp_path: Path) -> None:
     case = copy_case(CASE, tmp_path)
     io = load_file(case / "io.safetensors")
     io["greedy.image"][0, 0, 0, 0] = torch.nan
-    io["greedy.surprise"] = torch.zeros(1)
     save_file(io, case / "io.safetensors")
     report = verify(case)
     assert [c.quantity for c in report.checks if not c.ok] == ["greedy.image"]
+    assert math.isnan(next(c.error for c in report.checks if not c.ok))
+
+
+def test_a_tensor_that_nothing_was_compared_with_is_no_pass(tmp_path: Path) -> None:
+    case = copy_case(CASE, tmp_path)
+    io = load_file(case / "io.safetensors")
+    io["greedy.surprise"] = torch.zeros(1)
+    save_file(io, case / "io.safetensors")
+    report = verify(case)
+    assert all(c.ok for c in report.checks)
     assert report.not_compared == ["greedy.surprise"]
+    assert not report.ok
+    edit_config(case, lambda c: c["runs"].pop("sampled"))
+    assert "sampled.tokens.0" in verify(case).not_compared
+
+
+def test_the_greedy_run_may_have_another_name(tmp_path: Path) -> None:
+    case = copy_case(TEXT_CASE, tmp_path)
+    io = load_file(case / "io.safetensors")
+    save_file({k.replace("greedy.", "argmax."): v for k, v in io.items()}, case / "io.safetensors")
+    edit_config(case, lambda c: c["runs"].update(argmax=c["runs"].pop("greedy")))
+    assert "tf.logits" in {c.quantity for c in verify(case).checks}
+    # The other run is greedy too and comes first now; its maps are not those of the pass.
+    edit_config(case, lambda c: c["runs"].update(insertion=c["runs"].pop("insertion")))
+    assert verify(case).ok
 
 
 def test_command(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from nextscale.checkpoints.official import from_official
 from nextscale.errors import NextscaleError
 from nextscale.images import to_pil
 from nextscale.loop import ScaleEnd
-from nextscale.methods import NOVA, Compose, DropGuidance, Method, RandomSelection, Truncate
+from nextscale.methods import NOVA, Compose, DropGuidance, FastVAR, Method, RandomSelection, SparseVAR, Truncate
 from nextscale.models.registry import MODELS
 from nextscale.pipeline import Output, Pipeline
 from nextscale.verify import verify
@@ -15,12 +15,14 @@ __all__ = [
     "NOVA",
     "Compose",
     "DropGuidance",
+    "FastVAR",
     "Method",
     "NextscaleError",
     "Output",
     "Pipeline",
     "RandomSelection",
     "ScaleEnd",
+    "SparseVAR",
     "Truncate",
     "__version__",
     "from_official",

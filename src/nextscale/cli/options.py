@@ -51,7 +51,7 @@ def method_of(name: str | None, preset: str | None, settings: list[str]) -> Meth
         return Compose(tuple(get_method(part)() for part in parts))
     cls = get_method(name)
     base = cls() if preset is None else cls.preset(preset)
-    return dataclasses.replace(base, **{k: v for k, v in (_setting(cls, s) for s in settings)})
+    return dataclasses.replace(base, **dict(_setting(cls, s) for s in settings))
 
 
 def _setting(cls: type[Method], text: str) -> tuple[str, object]:

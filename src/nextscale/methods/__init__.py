@@ -8,19 +8,25 @@ from nextscale.errors import NextscaleError, choices
 from nextscale.methods.base import Method, check_stored
 from nextscale.methods.compose import Compose
 from nextscale.methods.drop_guidance import DropGuidance
+from nextscale.methods.fastvar import FastVAR
 from nextscale.methods.nova import NOVA
 from nextscale.methods.random_selection import RandomSelection
+from nextscale.methods.sparsevar import SparseVAR
 from nextscale.methods.truncate import Truncate
 
-METHODS: dict[str, type[Method]] = {m.name: m for m in (NOVA, DropGuidance, Truncate, RandomSelection)}
+METHODS: dict[str, type[Method]] = {
+    m.name: m for m in (NOVA, SparseVAR, FastVAR, DropGuidance, Truncate, RandomSelection)
+}
 
 __all__ = [
     "METHODS",
     "NOVA",
     "Compose",
     "DropGuidance",
+    "FastVAR",
     "Method",
     "RandomSelection",
+    "SparseVAR",
     "Truncate",
     "from_dict",
     "get_method",

@@ -1,12 +1,13 @@
-"""Fixed ratios by relative scale, as data: what stands in for NOVA's scale linkage in its ablation."""
+"""Fixed ratios by relative scale, as data: FastVAR's, which also stand in for NOVA's scale linkage in its ablation."""
 
 from __future__ import annotations
 
 from nextscale.errors import NextscaleError, choices
 
-# Relative scale t / T -> share of tokens dropped. FastVAR publishes 0.4, 0.5, 1, 1 for the last 4 of 13 scales.
+# Relative scale t / T -> share of tokens dropped.
 TABLES: dict[str, tuple[tuple[float, float], ...]] = {
-    "fastvar": ((10 / 13, 0.4), (11 / 13, 0.5), (12 / 13, 1.0), (1.0, 1.0)),
+    "fastvar": ((10 / 13, 0.4), (11 / 13, 0.5), (12 / 13, 1.0), (1.0, 1.0)),  # Infinity, the last 4 of 13 scales
+    "fastvar-hart": ((13 / 14, 0.5), (1.0, 0.75)),  # the last 2 of 14
 }
 
 

@@ -40,7 +40,8 @@ class ImageTokenizer(nn.Module, ABC):
         """Buffers of the decoder per image, all at full size: maps of a residual block and the workspace of its
         convolutions. The two weights are fitted to what an H200 used (benchmarks/memory.py)."""
         h, w = schedule.last
-        outer, inner = (self.config.channels * m for m in self.config.multipliers[:2])
+        first, second = (*self.config.multipliers, self.config.multipliers[-1])[:2]
+        outer, inner = self.config.channels * first, self.config.channels * second
         return self.dtype.itemsize * (4 * outer + 3 * inner) * h * w * self.stride**2
 
     @staticmethod

@@ -25,7 +25,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return all(check.ok for check in self.checks)
+        """Nothing recorded is off, and nothing recorded was left out."""
+        return all(check.ok for check in self.checks) and not self.not_compared
 
 
 def verify(
@@ -34,14 +35,20 @@ def verify(
     """Play every run of a recorded case. `mutate` names a parameter of the transformer ("" = any) to change first."""
     folder = Path(folder)
     config = read_json(folder / "config.json")
-    family = FAMILIES.get(config.get("model", ""))
+    family = FAMILIES.get(str(config.get("model")))
     if family is None:
         raise NextscaleError(f"config.json has model {config.get('model')!r}; allowed: {choices(FAMILIES)}")
     tensors = tensors_of(folder / "io.safetensors")
     if (folder / infinity.ROUNDED).exists():
         extra = tensors_of(folder / infinity.ROUNDED)
         tensors.update({f"{infinity.ROUNDED}/{name}": t for name, t in extra.items()})
-    case: Case = family.open_case(folder, config, Recorded(tensors), torch.device(device))
+    try:
+        case: Case = family.open_case(folder, config, Recorded(tensors), torch.device(device))
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError) as error:
+        if isinstance(error, NextscaleError):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise NextscaleError(f"{folder / 'config.json'} holds a value that cannot be used: {reason}") from None
     if not case.runs:
         raise NextscaleError(f"{folder / 'config.json'} describes no run")
     mutated = None if mutate is None else change_one_weight(case.backbone, mutate)

@@ -49,7 +49,8 @@ class Check:
             self.first_off = self.first_off or f"{name}: shape {list(ours.shape)}, recorded {list(theirs.shape)}"
             return
         difference = (ours.double() - theirs.double()).abs().max().item() if ours.numel() else 0.0
-        self.error = max(self.error, difference)
+        if not self.error > difference:  # so that NaN is the largest
+            self.error = difference
         if not difference <= self.tolerance and not self.first_off:  # NaN is off, too
             self.first_off = name
 
@@ -176,6 +177,12 @@ def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise NextscaleError(f"config.json needs an object {name!r}")
     return value
+
+
+def generator_of(seed: Any, where: str) -> torch.Generator:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise NextscaleError(f"{where} has g_seed {seed!r}; a run can be repeated only with a whole number")
+    return torch.Generator().manual_seed(seed)
 
 
 class Arguments:

@@ -17,7 +17,7 @@ from nextscale.models.infinity import Infinity, InfinityConfig, TextCondition, r
 from nextscale.sampling import Sampling
 from nextscale.schedule import INFINITY_GRIDS, Schedule
 from nextscale.tokenizers.bsq import BSQConfig
-from nextscale.verify.base import TOLERANCE, Arguments, Case, Recorded, RecordedRun, section
+from nextscale.verify.base import TOLERANCE, Arguments, Case, Recorded, RecordedRun, generator_of, section
 
 ROUNDED = "io_ca_bf16.safetensors"  # the greedy run with cross-attention rounded to bfloat16
 # There, float32 noise that crosses a rounding boundary becomes a step of 1/256. The official code on another
@@ -47,6 +47,13 @@ _FIXED = {
     "use_bit_label": 1,
     "video_frames": 1,
 }
+
+
+# Of a run: the text itself is recorded, and the official function does not look at the others.
+_IGNORED = (
+    *("record", "text", "negative_text", "gumbel", "softmax_merge_topk", "sampling_per_bits", "norm_cfg", "cfg_sc"),
+    *("cfg_exp_k", "ratio_Bl1", "force_gt_Bhw"),
+)
 
 
 def _tokenizer_config(values: dict[str, Any], patchify: bool) -> BSQConfig:
@@ -103,7 +110,7 @@ def _text(recorded: Recorded, prefix: str) -> list[Tensor]:
 def _run(name: str, values: Any, recorded: Recorded, scales: int, depth: int) -> RecordedRun:
     if not isinstance(values, dict):
         raise NextscaleError(f"runs.{name} must be an object of arguments")
-    a = Arguments(f"runs.{name}", values, ("record", "text", "negative_text"))  # the text itself is recorded
+    a = Arguments(f"runs.{name}", values, _IGNORED)
     negative = _text(recorded, f"{name}.negative_text") if values.get("negative_text") else None
     condition = TextCondition(_text(recorded, f"{name}.text"), negative)
     layers = tuple(a.take("cfg_insertion_layer", [0]))
@@ -117,7 +124,8 @@ def _run(name: str, values: Any, recorded: Recorded, scales: int, depth: int) ->
         top_p=a.take("top_p", 0.0),
         guidance_layers=tuple(n for n in layers if n <= 0),  # 1 is accepted by the official code and does nothing
     )
-    generator = torch.Generator().manual_seed(a.take("g_seed"))
+    a.only("gt_leak", 0)
+    generator = generator_of(a.take("g_seed"), f"runs.{name}")
     a.done()
 
     def finish(image: Tensor) -> dict[str, tuple[Tensor, float]]:
@@ -141,10 +149,11 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: 
 
 def play(case: Case, keep_pictures: bool) -> None:
     recorded = case.recorded
+    greedy = min(case.runs, key=lambda run: (run.name != "greedy", run.sampling.top_k[0] != 1))
     for run in case.runs:
         maps = case.play(run, keep_pictures)
         _text_tensors(case, run)
-        if run.name == "greedy" and "tf.logits" in recorded.tensors:
+        if run is greedy and "tf.logits" in recorded.tensors:
             _teacher_forced(case, run, maps)
     if "rope.cos" in recorded.tensors:
         _rotary(case)

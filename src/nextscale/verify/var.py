@@ -16,7 +16,7 @@ from nextscale.models.var import VARConfig
 from nextscale.sampling import Sampling
 from nextscale.schedule import Schedule
 from nextscale.tokenizers.vq import VQConfig
-from nextscale.verify.base import SMOOTHED, TOLERANCE, Arguments, Case, Recorded, RecordedRun, section
+from nextscale.verify.base import SMOOTHED, TOLERANCE, Arguments, Case, Recorded, RecordedRun, generator_of, section
 
 # Only training, or the choice of a kernel, reads these.
 _TRAINING = (
@@ -72,7 +72,9 @@ def _run(name: str, values: Any, recorded: Recorded, classes: int, scales: int) 
         raise NextscaleError(f"runs.{name} must be an object of arguments")
     a = Arguments(f"runs.{name}", values, ("record", "B", "batch"))
     labels = recorded.get(f"{name}.labels").long()
-    generator = torch.Generator().manual_seed(a.take("g_seed"))
+    if labels.min() < 0 or labels.max() > classes:
+        raise NextscaleError(f"{name}.labels must lie in 0..{classes} ({classes} = no class)")
+    generator = generator_of(a.take("g_seed"), f"runs.{name}")
     if a.take("labels", 0) is None:  # then the official code draws them first
         drawn = torch.multinomial(torch.full((classes,), 1 / classes), len(labels), True, generator=generator)
         recorded.compare(f"{name}.labels", drawn, tolerance=0)

@@ -1,0 +1,92 @@
+"""FastVAR: each sub-layer keeps the tokens farthest from the mean, the rest get what one earlier scale added."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nextscale.errors import NextscaleError
+from nextscale.methods.base import Activation, Context, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.residual import TokenCache
+from nextscale.methods.selection import Selection, keep_highest, scatter
+from nextscale.methods.tables import relative_ratio
+from nextscale.schedule import Scale
+
+
+@dataclass(frozen=True)
+class FastVAR(Method):
+    """As its public code does it, with scales and layers as shares of the schedule and the depth.
+
+    Presets: "infinity" and "hart" hold the published constants.
+    """
+
+    name = "fastvar"
+    summary = "Prunes fixed shares at the last scales by distance to the mean, refills from one cached scale."
+    paper = "FastVAR (2025)"
+
+    scale_table: str = "fastvar"  # share dropped by relative scale; 1 = the scale is left out
+    first_layer: float = 3 / 32  # layers before this share of the depth are complete
+    last_layer: float = 28 / 32  # and those from this one on
+    restore_mode: str = "area"
+
+    def __post_init__(self) -> None:
+        self.require("first_layer", 0, 1)
+        self.require("last_layer", 0, 1)
+        self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
+        relative_ratio(self.scale_table, 1.0)
+
+    def start(self, context: Context) -> Policy:
+        policy = FastVARPolicy(context, self)
+        if policy.ratios[0]:
+            raise NextscaleError(
+                f"fastvar would prune the first of {len(context.schedule)} scales: use a longer schedule"
+            )
+        return policy
+
+
+class FastVARPolicy(Policy):
+    def __init__(self, context: Context, method: FastVAR) -> None:
+        super().__init__(context)
+        self.method = method
+        scales = len(context.schedule)
+        self.ratios = [relative_ratio(method.scale_table, (k + 1) / scales) for k in range(scales)]
+        self.first = next((k for k, ratio in enumerate(self.ratios) if ratio), scales)  # the first pruned scale
+        self.layers = range(round(method.first_layer * context.depth), round(method.last_layer * context.depth))
+        self.caches: dict[tuple[int, Group], TokenCache] = {}
+
+    def expected_tokens(self) -> int:
+        return 0
+
+    def begin_scale(self, scale: Scale) -> ScalePlan:
+        plan = super().begin_scale(scale)
+        action = "skip" if self.ratios[scale.index] >= 1 else "run"
+        groups = tuple((part,) for part in self.context.parts)  # each sub-layer selects for itself
+        return dataclasses.replace(plan, actions=(action,) * self.context.images, groups=groups)
+
+    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
+        ratio = self.ratios[stats.scale.index]
+        if not ratio or layer not in self.layers:
+            return None
+        kept = stats.scale.tokens - int(stats.scale.tokens * ratio)
+        score = (x - x.mean(dim=1, keepdim=True)).square().sum(-1)  # every row for itself, as in the original
+        return keep_highest(score, torch.full((len(x),), kept, device=x.device), kept)
+
+    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
+        if chosen is None:
+            if stats.scale.index == self.first - 1 and layer in self.layers:
+                self.caches[layer, group] = TokenCache()
+                self.caches[layer, group].store(stats.rows, stats.scale.grid, y - x)
+            return y
+        cached = self.caches[layer, group].read(stats.rows, stats.scale.grid, self.method.restore_mode)
+        assert cached is not None, "every image ran the cached scale"
+        return scatter(x + cached, chosen, y)
+
+    def activation(self, image: int) -> Activation:
+        scales = len(self.context.schedule)
+        return Activation() if self.first == scales else Activation(scale=self.first + 1, reason="fixed")
+
+    def release(self) -> None:
+        self.caches.clear()

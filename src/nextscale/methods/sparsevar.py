@@ -1,0 +1,129 @@
+"""SparseVAR: cells of low frequency leave the computation for good; anchors stand in for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nextscale.errors import NextscaleError
+from nextscale.methods.base import Activation, Context, Group, Method, Policy, Stats
+from nextscale.methods.residual import TokenCache
+from nextscale.methods.selection import Selection, gather, keep_highest, scatter
+from nextscale.run import Rows
+from nextscale.schedule import Grid, Scale
+
+
+@dataclass(frozen=True)
+class SparseVAR(Method):
+    """Important: `tau`; the paper publishes 0.4 to 0.7. `block` is 0.5 for Infinity and 0.67 for HART."""
+
+    name = "sparsevar"
+    summary = "Excludes low-frequency cells from all later scales and copies them from similar anchor tokens."
+    paper = "SparseVAR (2025)"
+
+    start_scale: float = 10 / 13  # share of the schedule at which exclusion begins
+    tau: float = 0.6  # a cell is low-frequency below this share of the largest change
+    block: float = 0.5  # the block whose change is measured, as a share of the depth
+    anchor: int = 4  # the top-left token of every anchor x anchor cell always stays
+    similarity: float = 0.9  # below it, an excluded cell adds nothing
+    restore_mode: str = "bilinear"
+
+    def __post_init__(self) -> None:
+        self.require("start_scale", 0, 1, above=True)
+        self.require("tau", 0, 1)
+        self.require("block", 0, 1)
+        self.require("anchor", 1, 1000)
+        self.require("similarity", -1, 1)
+        self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
+
+    def start(self, context: Context) -> Policy:
+        policy = SparseVARPolicy(context, self)
+        if policy.first < 1:
+            raise NextscaleError(f"sparsevar cannot start at the first of {len(context.schedule)} scales")
+        return policy
+
+
+class SparseVARPolicy(Policy):
+    def __init__(self, context: Context, method: SparseVAR) -> None:
+        super().__init__(context)
+        self.method = method
+        self.first = math.ceil(method.start_scale * len(context.schedule) - 1e-9) - 1  # index of the first sparse scale
+        self.block = min(int(method.block * context.depth), context.depth - 1)
+        self.change = TokenCache()  # how much the block changed each cell, conditional rows
+        self.excluded = TokenCache()
+        self.logits = TokenCache()  # of the last scale, conditional
+        self.keep: Tensor | None = None  # [B, N] of this scale
+        self.chosen: Selection | None = None
+
+    def expected_tokens(self) -> int:
+        return 0
+
+    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
+        if stats.scale.index < self.first:
+            self.chosen = self.keep = None
+        elif layer == 0:
+            self._decide(stats)
+        return self.chosen
+
+    def _decide(self, stats: Stats) -> None:
+        """One selection for the whole scale."""
+        m, grid, images = self.method, stats.scale.grid, Rows(stats.rows.which, ())
+        change = self.change.read(images, grid, m.restore_mode)
+        assert change is not None, "every image ran the scale before"
+        low = change[..., 0] < m.tau * change[..., 0].amax(1, keepdim=True)
+        before = self.excluded.read(images, grid, "nearest")
+        if before is not None:
+            low = low | (before[..., 0] > 0)
+        keep = ~low | self._anchors(grid, low.device)
+        self.excluded.store(images, grid, (~keep).float()[..., None])
+        chosen = keep_highest(keep.float(), keep.sum(1))
+        self.keep = keep
+        self.chosen = Selection(stats.rows.spread(chosen.index), stats.rows.spread(chosen.count))
+
+    def _anchors(self, grid: Grid, device: torch.device) -> Tensor:
+        rows, columns = (torch.arange(n, device=device) % self.method.anchor == 0 for n in grid)
+        return (rows[:, None] & columns).flatten()
+
+    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
+        scale, images = stats.scale, stats.rows.images
+        if layer == self.block and self.first - 1 <= scale.index < len(self.context.schedule) - 1:
+            own = None if chosen is None else Selection(chosen.index[:images], chosen.count[:images])
+            moved = (y[:images] - gather(x[:images], own)).square().mean(-1, keepdim=True)
+            which = Rows(stats.rows.which, ())
+            if own is not None:  # an excluded cell keeps the last value it had
+                before = self.change.read(which, scale.grid, self.method.restore_mode)
+                assert before is not None
+                moved = scatter(before, own, moved)
+            self.change.store(which, scale.grid, moved)
+        return super().fill(layer, group, x, chosen, y, stats)
+
+    def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
+        """Excluded cells take the state of the anchor whose earlier logits are most like theirs."""
+        if self.keep is None:
+            return x, None
+        m, grid = self.method, stats.scale.grid
+        before = self.logits.read(Rows(stats.rows.which, ()), grid, m.restore_mode)
+        assert before is not None
+        anchors = self._anchors(grid, x.device).nonzero().flatten()
+        unit = F.normalize(before, dim=-1)
+        likeness, nearest = (unit @ unit[:, anchors].transpose(1, 2)).max(dim=-1)  # [B, N]
+        own = torch.arange(stats.scale.tokens, device=x.device).expand_as(nearest)
+        copied = ~self.keep & (likeness >= m.similarity)
+        source = torch.where(copied, anchors[nearest], own)
+        x = gather(x, Selection(stats.rows.spread(source), torch.full((len(x),), source.shape[1], device=x.device)))
+        return x, (self.keep | copied).to(x.dtype)
+
+    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, features: Tensor, stats: Stats) -> None:
+        scale: Scale = stats.scale
+        if self.first - 1 <= scale.index < len(self.context.schedule) - 1:
+            self.logits.store(Rows(stats.rows.which, ()), scale.grid, raw[: stats.rows.images].flatten(2))
+
+    def activation(self, image: int) -> Activation:
+        return Activation(scale=self.first + 1, reason="fixed")
+
+    def release(self) -> None:
+        self.change, self.excluded, self.logits = TokenCache(), TokenCache(), TokenCache()
