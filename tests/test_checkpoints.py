@@ -271,7 +271,41 @@ def test_bad_shards(tmp_path: Path) -> None:
     config = tmp_path / "conv" / "config.json"
     config.parent.mkdir()
     config.write_text('{"format": "nextscale", "family": "var"}')
-    refused("not a config of this version", config.parent)
+    refused("has version None; this nextscale reads 1", config.parent)
+    config.write_text('{"format": "nextscale", "version": 1, "family": "var", "backbone": 3, "tokenizer": {}}')
+    refused("not a config of a converted model", config.parent)
+    (folder / "model.safetensors.index.json").write_bytes(b"\xff\xfe\x00")
+    refused("not a shard index", folder, vae=vae)
+
+
+def test_the_tokenizer_that_fits_is_chosen(tmp_path: Path) -> None:
+    weights = files.flat(tmp_path, CASE_2B, "mine.pth")
+    files.tokenizer(tmp_path, CASE_8B, "infinity_vae_d56_f8_14_patchify.pth")
+    files.tokenizer(tmp_path, CASE_2B, "infinity_vae_d16.pth")
+    assert recorded_tokens(CASE_2B, Pipeline.from_pretrained(weights))
+    (tmp_path / "infinity_vae_d16.pth").rename(tmp_path / "infinity_vae_d24.pth")
+    files.tokenizer(tmp_path, CASE_8B, "infinity_vae_d32reg.pth")
+    refused("none of infinity_vae_d32reg.pth, infinity_vae_d56_f8_14_patchify.pth fits", weights)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_code_in_bare_pickles_is_named(tmp_path: Path, protocol: int) -> None:
+    (tmp_path / "x.pth").write_bytes(pickle.dumps({"a": Evil()}, protocol=protocol))
+    refused("more than tensors in it", tmp_path / "x.pth")
+    assert not Path("/tmp/nextscale-was-here").exists()
+
+
+def test_arguments_that_contradict_a_converted_folder(tmp_path: Path) -> None:
+    plan = pretrained.read(locate.locate(files.training(tmp_path, VAR_CASE), None, None, locate.Hub()))
+    folder = convert(plan, tmp_path / "c", torch.float32)
+    refused("has its tokenizer inside", folder, vae="x.pth")
+    refused("holds ar-ckpt-last, not var-d16", folder, model="var-d16")
+    config = json.loads((folder / "config.json").read_text())
+    config["backbone"]["depth"] = "4"
+    (folder / "config.json").write_text(json.dumps(config))
+    refused("depth = '4' is not of type int", folder)
+    with pytest.raises(NextscaleError, match="cannot write"):
+        convert(plan, Path("/proc/nowhere/x"), torch.float32)
 
 
 def test_any_pipe_survives_a_round_trip(any_pipe, tmp_path: Path) -> None:

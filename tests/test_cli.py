@@ -121,6 +121,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(var_files: Path, tmp_path: Pa
         "alpha must lie in": ("4", *weights, "--method", "nova", "--set", "alpha=-1"),
         "not of the form field=value": ("4", *weights, "--method", "nova", "--set", "alpha"),
         "needs a schedule of at least 8": ("4", *weights, "--method", "nova", "--set", "t_est=6"),
+        "is a folder": ("4", *weights, "--trace", "."),
+        "cannot write": ("4", *weights, "--trace", "/proc/nowhere/t.json"),
+        "this torch cannot use it": ("4", *weights, "--device", "xpu"),
+        "holds no numbers": ("4", *weights, "--device", "meta"),
         "need --method": ("4", *weights, "--set", "alpha=1"),
     }.items():
         if words == "sees no CUDA device" and torch.cuda.is_available():

@@ -71,6 +71,11 @@ def test_infinity(case) -> None:
     assert pipe.spec.pixel_budget == "0.06M"
 
 
+def test_a_state_dict_may_be_all_there_is() -> None:
+    model, vae = Holder(files.state(VAR_CASE)), Holder(files.vae(VAR_CASE))
+    assert recorded_tokens(VAR_CASE, nextscale.from_official(model, vae))
+
+
 def test_attributes_say_what_shapes_do_not() -> None:
     model, vae = official_var(blocks=[SimpleNamespace(ln_wo_grad=SimpleNamespace(eps=1e-5))], num_heads=4)
     vae.quantize.quant_resi_ratio, vae.quantize.using_znorm = -0.25, True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from conftest import ask, embeds, same_tokens
+from nextscale import NOVA
 from nextscale.errors import NextscaleError
 from nextscale.images import from_pil, to_pil
 from nextscale.testing import tiny_infinity, tiny_var
@@ -160,9 +162,58 @@ def test_progress_bar(capsys) -> None:
 
 def test_a_pipeline_can_be_moved(var) -> None:
     moved = tiny_var().to("cpu", dtype=torch.bfloat16)
-    assert moved.dtype == torch.bfloat16
+    assert moved.dtype == tiny_var().to(torch.bfloat16).dtype == torch.bfloat16
     assert moved(1, seed=0, output_type="pt").images.isfinite().all()
     assert same_tokens(ask(moved.to(dtype="float32").__class__(var.backbone, var.tokenizer, var.spec)), ask(var))
+
+
+def test_numbers_of_other_libraries(infinity) -> None:
+    expected = ask(infinity, guidance_scale=2.0)
+    for two in (2, np.float32(2), torch.tensor(2.0), [2.0] * 7, torch.full((7,), 2.0)):
+        assert same_tokens(expected, ask(infinity, guidance_scale=two))
+    assert same_tokens(ask(infinity, guidance_layers=0), ask(infinity, guidance_layers=[0], force_tokens=None))
+
+
+def test_outputs_are_ordinary_tensors_and_do_not_hold_the_model() -> None:
+    import gc
+    import weakref
+
+    pipe = tiny_infinity()
+    out = ask(pipe, output_type="latent", method=NOVA(t_est=2))
+    out.tokens[0][0, 0] = 1
+    assert not out.images.is_inference()
+    held = weakref.ref(pipe.backbone)
+    del pipe
+    gc.collect()
+    assert held() is None
+    assert len(repr(out.trace)) < 5000 or "Linear" not in repr(out.trace)
+
+
+def test_autocast_of_the_caller_changes_nothing(any_pipe) -> None:
+    expected = ask(any_pipe, output_type="latent")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ask(any_pipe, output_type="latent").images, expected.images)
+        any_pipe.decode(expected.images)
+
+
+def test_nan_in_the_tokenizer_is_named() -> None:
+    pipe = tiny_var()
+    pipe.tokenizer.decoder.conv_out.weight[0] = torch.nan
+    with pytest.raises(
+        NextscaleError, match=r"decoded picture is not finite: the weights of decoder\.conv_out\.weight"
+    ):
+        pipe(1)
+    pipe.tokenizer.codebook.weight.fill_(torch.nan)
+    with pytest.raises(NextscaleError, match=r"logits of scale 2 are not finite: .* a tokenizer weight"):
+        pipe(1)
+
+
+def test_a_tokenizer_with_one_level() -> None:
+    pipe = tiny_var()
+    pipe.tokenizer.config = dataclasses.replace(pipe.tokenizer.config, multipliers=(1,))
+    assert pipe.estimate().decoder > 0
+    with pytest.raises(NextscaleError, match="batch must be at least 1"):
+        pipe.estimate(batch=0)
 
 
 def test_estimate(infinity) -> None:
@@ -210,8 +261,22 @@ BAD_FOR_ALL = [
     ({"guidance_layers": [1]}, "between -3 and 0"),
     ({"height": 100000, "width": 100000}, r"(not a size of the schedule table; the nearest are|16x16 only)"),
     ({"aspect_ratio": 1.1}, r"(aspect_ratio 1.1 .* is not supported; allowed: 0.333|16x16 only)"),
-    ({"force_tokens": [torch.zeros(1, 9)]}, "force_tokens of scale 1 have shape"),
+    ({"force_tokens": [torch.zeros(1, 9).long()]}, "force_tokens of scale 1 have shape"),
     ({"num_images_per_prompt": 10**9}, "GiB; make fewer at a time"),
+    ({"num_images_per_prompt": True}, "num_images_per_prompt must be at least 1"),
+    ({"method": "nova"}, r"method must be a method such as NOVA\(\), not 'nova'; by name: nova"),
+    ({"generator": 42, "seed": None}, "generator must be a torch.Generator or a list of them"),
+    ({"seed": "x"}, "seed must be a whole number"),
+    ({"guidance_scale": "strong"}, "guidance_scale must be a number or a list"),
+    ({"temperature": "a"}, "temperature must be a number"),
+    ({"temperature": 1e-39}, "guidance_scale or temperature is too extreme"),
+    ({"guidance_scale": 3e38}, "(too extreme|finite)"),
+    ({"top_p": "a"}, "top_p must lie in"),
+    ({"greedy": True, "smooth": True}, "contradict"),
+    ({"height": "32", "width": 32}, "whole numbers of pixels"),
+    ({"height": 0, "width": 32}, "whole numbers of pixels"),
+    ({"force_tokens": [torch.tensor([[1.7]])]}, "must be whole numbers"),
+    ({"force_tokens": ["x"]}, "must be a tensor of whole numbers"),
 ]
 
 
@@ -245,6 +310,8 @@ def test_bad_prompts(var, infinity) -> None:
         ({"prompt_embeds": embeds(3), "negative_prompt_embeds": embeds(1, 2, 3)}, "allowed: 1 or 1"),
         ({"prompt_embeds": embeds(3), "negative_prompt_embeds": embeds(1), "negative_prompt": "x"}, "not both"),
         ({"prompt_embeds": embeds(3), "height": 32}, "both height and width"),
+        ({"prompt_embeds": embeds(3), "height": 32, "width": 32, "pixel_budget": "0.06M"}, "both height and width"),
+        ({"prompt_embeds": 3}, "must be a tensor or a list of tensors"),
         ({"prompt_embeds": embeds(3), "pixel_budget": "2M"}, "unknown pixel budget '2M'; allowed: 0.06M"),
         ({"prompt_embeds": embeds(3), "aspect_ratio": 0}, "not a height/width ratio"),
         ({"prompt_embeds": embeds(3), "force_tokens": [torch.full((1, 4), 2)]}, "must lie in 0..1"),
@@ -260,8 +327,6 @@ def test_bad_prompts(var, infinity) -> None:
 
 
 def test_a_longer_schedule_than_the_model_knows() -> None:
-    import dataclasses
-
     pipe = tiny_infinity()
     pipe.backbone.config = dataclasses.replace(pipe.backbone.config, levels=7)
     with pytest.raises(NextscaleError, match="knows 7 scales, the schedule has 10"):

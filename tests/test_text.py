@@ -69,6 +69,8 @@ def test_prompts_through_the_pipeline(folder: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(out.tokens, again.tokens, strict=True))
     assert [i["prompt"] for i in out.trace.to_dict()["images"]] == ["a red fox", "two cats"]
     plain = pipe("a red fox", num_images_per_prompt=2, **options)
+    empty = pipe("a red fox", num_images_per_prompt=2, negative_prompt="", **options)
+    assert all(torch.equal(a, b) for a, b in zip(plain.tokens, empty.tokens, strict=True))
     assert not torch.equal(plain.tokens[-1][0], out.tokens[-1][0])
 
 

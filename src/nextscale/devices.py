@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from nextscale.errors import NextscaleError, choices
 
+F = TypeVar("F", bound=Callable[..., Any])
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -29,6 +33,12 @@ def as_device(device: torch.device | str) -> torch.device:
         raise NextscaleError(f"unknown device {device!r}; allowed: cpu, cuda, cuda:1, mps, ...") from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise NextscaleError("device 'cuda' was asked for, but this torch sees no CUDA device; allowed here: cpu")
+    try:
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise NextscaleError(f"device {str(chosen)!r} was asked for, but this torch cannot use it") from None
+    if chosen.type == "meta":
+        raise NextscaleError("the device 'meta' holds no numbers; allowed: cpu, cuda, mps, ...")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise NextscaleError(f"device {str(chosen)!r} was asked for, but there are only {torch.cuda.device_count()}")
     return chosen
@@ -41,6 +51,17 @@ def memory_of(device: torch.device) -> int | None:
     if device.type == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
+
+
+def full_precision(function: F) -> F:
+    """Outside any autocast of the caller: dtypes are our own business, and logits must stay float32."""
+
+    @functools.wraps(function)
+    def wrapped(backbone: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(backbone.device.type, enabled=False):
+            return function(backbone, *args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
 
 
 def wait_for(device: torch.device) -> None:

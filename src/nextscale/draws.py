@@ -85,6 +85,8 @@ def read_draws(
     if isinstance(generator, torch.Generator):
         return OfficialDraws(generator), [None] * images
     if generator is not None:
+        if not isinstance(generator, Sequence) or not all(isinstance(g, torch.Generator) for g in generator):
+            raise NextscaleError(f"generator must be a torch.Generator or a list of them, not {generator!r}")
         if len(generator) != images:
             raise NextscaleError(f"{len(generator)} generators were given for {images} images")
         seed = [int(torch.randint(2**62, (), generator=g, device=g.device)) for g in generator]

@@ -12,9 +12,12 @@ from nextscale.errors import NextscaleError
 
 def per_scale(value: float | Sequence[float], scales: int, what: str) -> tuple[float, ...]:
     """One number for every scale; a single number is repeated."""
-    if isinstance(value, (int, float)):
-        return (float(value),) * scales
-    values = tuple(float(v) for v in value)
+    try:
+        if not isinstance(value, Sequence) and not (isinstance(value, Tensor) and value.ndim):
+            return (float(value),) * scales
+        values = tuple(float(v) for v in value)
+    except (TypeError, ValueError):
+        raise NextscaleError(f"{what} must be a number or a list of {scales} numbers, not {value!r}") from None
     if len(values) != scales:
         raise NextscaleError(f"{what} has {len(values)} values, but the schedule has {scales} scales")
     return values
@@ -23,7 +26,7 @@ def per_scale(value: float | Sequence[float], scales: int, what: str) -> tuple[f
 def ramp(value: float | Sequence[float], scales: int) -> tuple[float, ...]:
     """VAR's convention: 0 = none, and a single number grows linearly from 0 at the first scale."""
     extra = per_scale(value, scales, "guidance_scale")
-    if isinstance(value, (int, float)):
+    if not isinstance(value, Sequence) and not (isinstance(value, Tensor) and value.ndim):
         extra = tuple(e * k / max(scales - 1, 1) for k, e in enumerate(extra))
     return tuple(1 + e for e in extra)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.errors import NextscaleError, choices
+from nextscale.writing import require_writable, whole_file
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -47,26 +46,13 @@ def image_paths(out: str | Path, count: int) -> list[Path]:
     known = Image.registered_extensions()
     if known.get(path.suffix.lower()) not in Image.SAVE:
         raise NextscaleError(f"cannot write {path.name!r}; allowed endings: {choices(('.png', '.jpg', '.webp'))}, ...")
-    if path.is_dir():
-        raise NextscaleError(f"{path} is a folder, not a file name")
+    require_writable(path)
     if count == 1:
         return [path]
     return [path.with_stem(f"{path.stem}-{i}") for i in range(count)]
 
 
 def save_all(images: Sequence[Image.Image], paths: Sequence[Path]) -> None:
-    """Each file appears complete or not at all."""
     for image, path in zip(images, paths, strict=True):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, scratch = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=path.suffix, dir=path.parent)
-        except OSError as error:
-            raise NextscaleError(f"cannot write {path}: {error.strerror}") from None
-        try:
-            with os.fdopen(handle, "wb") as file:
-                image.save(file, format=Image.registered_extensions()[path.suffix.lower()])
-            os.chmod(scratch, 0o644)
-            os.replace(scratch, path)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
+        with whole_file(path) as file:
+            image.save(file, format=Image.registered_extensions()[path.suffix.lower()])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextscale.devices import full_precision
 from nextscale.draws import Draws
 from nextscale.guidance import combine
 from nextscale.methods.base import Policy
@@ -43,6 +44,7 @@ Callback = Callable[[ScaleEnd], "bool | Tensor | None"]
 
 
 @torch.inference_mode()
+@full_precision
 def generate(
     backbone: Backbone,
     tokenizer: ImageTokenizer,
@@ -76,9 +78,9 @@ def generate(
         x, stats = executor.run_blocks(backbone, state, x, scale, plan, policy, rows, run.kv, weight, inside)
         x, cell_weight = policy.complete(x, stats)
         raw = backbone.head(state, x)
-        run.require_finite(raw, scale, backbone)
         on_logits = weight if 0 in sampling.guidance_layers else 1.0
         logits = combine(raw.mul(1 / sampling.temperature[scale.index]), rows.images, rows.guided, on_logits)
+        run.require_finite(raw, logits, scale, backbone)
         policy.end_scale(x, raw, logits, features, stats)
         target = forced[scale.index][list(rows.which)] if scale.index < len(forced) else None
         drawn = sample(logits, scale, sampling, draws, rows.which, tokenizer, target)

@@ -20,17 +20,19 @@ from nextscale.errors import NextscaleError, choices
 from nextscale.estimate import GIB, Estimate, estimate
 from nextscale.images import OUTPUT_TYPES, as_output, from_pil
 from nextscale.loop import Callback, ScaleEnd, generate
+from nextscale.methods import METHODS
 from nextscale.methods.base import Context, Method, Policy
 from nextscale.models.base import Backbone
 from nextscale.models.registry import ModelSpec
 from nextscale.progress import bar
 from nextscale.prompts import Prompts, read_labels, read_text
+from nextscale.run import cause_of_nan
 from nextscale.sampling import Sampling, read_forced
 from nextscale.schedule import Schedule, Size
 from nextscale.text.base import TextEncoder
 from nextscale.text.t5 import T5Encoder
 from nextscale.tokenizers.base import ImageTokenizer
-from nextscale.trace import Trace
+from nextscale.trace import Costs, Trace
 from nextscale.version import __version__
 
 
@@ -102,8 +104,12 @@ class Pipeline:
     def dtype(self) -> torch.dtype:
         return self.backbone.dtype
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None) -> Pipeline:
-        """Move the model, in place."""
+    def to(
+        self, device: torch.device | torch.dtype | str | None = None, dtype: torch.dtype | str | None = None
+    ) -> Pipeline:
+        """Move the model, in place; as in torch, a dtype may come first."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
         for module in (self.backbone, self.tokenizer):
             if dtype is not None:
                 set_dtype(module, as_dtype(dtype))
@@ -143,9 +149,9 @@ class Pipeline:
         top_p: float | None = None,
         greedy: bool = False,
         smooth: bool = False,
-        guidance_layers: Sequence[int] = (0,),
+        guidance_layers: int | Sequence[int] = (0,),
         method: Method | None = None,
-        force_tokens: Sequence[Tensor] = (),
+        force_tokens: Sequence[Tensor] | None = None,
         callback_on_scale_end: Callback | None = None,
         output_type: str = "pil",
         prompt_embeds: Tensor | Sequence[Tensor] | None = None,
@@ -170,6 +176,7 @@ class Pipeline:
         """
         if output_type not in OUTPUT_TYPES:
             raise NextscaleError(f"unknown output_type {output_type!r}; allowed: {choices(OUTPUT_TYPES)}")
+        check_method(method)
         started = time.perf_counter()
         schedule = self.schedule(height, width, aspect_ratio, pixel_budget)
         prompts = self._prompts(prompt, negative_prompt, prompt_embeds, negative_prompt_embeds, num_images_per_prompt)
@@ -178,7 +185,7 @@ class Pipeline:
         )
         self._require_memory(schedule, prompts.images, sampling, prompts.text_length)
         draws, seeds = read_draws(seed, generator, prompts.images, self.device)
-        forced = read_forced(force_tokens, schedule, prompts.images, self.backbone)
+        forced = read_forced(force_tokens or (), schedule, prompts.images, self.backbone)
         condition = prompts.condition(self)
         wait_for(self.device)
         encoded = time.perf_counter()
@@ -193,7 +200,7 @@ class Pipeline:
             "runtime": "eager",
             "method": {"name": "none", "fields": {}} if method is None else method.to_dict(),
         }
-        trace = Trace(self.backbone, schedule, prompts.traced(seeds), sampling.guided_until, header)
+        trace = Trace(Costs.of(self.backbone), schedule, prompts.traced(seeds), sampling.guided_until, header)
         with bar(self.spec.name, len(schedule), self.progress_bar) as advance:
 
             def after(end: ScaleEnd) -> bool | Tensor | None:
@@ -216,7 +223,8 @@ class Pipeline:
         run.release()
         wait_for(self.device)
         generated = time.perf_counter()
-        images = run.features if output_type == "latent" else as_output(self.decode(run.features), output_type)
+        features = run.features.clone()  # outside inference mode, so that users may write into it
+        images = features if output_type == "latent" else as_output(self.decode(features), output_type)
         wait_for(self.device)
         done = time.perf_counter()
         trace.seconds = {
@@ -225,7 +233,7 @@ class Pipeline:
             "decode": done - generated,
             "total": done - started,
         }
-        return Output(images, trace, run.tokens, seeds)
+        return Output(images, trace, [tokens.clone() for tokens in run.tokens], seeds)
 
     def context(self, images: int, schedule: Schedule, sampling: Sampling) -> Context:
         """What a method may know of a call."""
@@ -236,12 +244,20 @@ class Pipeline:
     def encode(self, images: Image.Image | Sequence[Image.Image] | Tensor) -> list[Tensor]:
         """Pictures, or a tensor [B, 3, H, W] in [-1, 1] -> the tokens of every scale, as `force_tokens` takes them."""
         pixels = images if isinstance(images, Tensor) else from_pil(images)
+        if pixels.ndim != 4 or pixels.shape[1] != 3:
+            raise NextscaleError(f"images must be [B, 3, H, W] in [-1, 1], not {list(pixels.shape)}")
         height, width = pixels.shape[2:]
         return self.tokenizer.encode(pixels.to(self.device), self.schedule(height, width)).tokens
 
     def decode(self, features: Tensor) -> Tensor:
         """Feature maps [B, d, H, W] -> images [B, 3, H, W] in [-1, 1]."""
-        return self.tokenizer.decode(features)
+        with torch.autocast(self.device.type, enabled=False):
+            images = self.tokenizer.decode(features)
+        if not torch.isfinite(images).all():
+            raise NextscaleError(
+                f"the decoded picture is not finite: {cause_of_nan(self.tokenizer, 'the feature map')}"
+            )
+        return images
 
     def schedule(
         self,
@@ -264,6 +280,9 @@ class Pipeline:
         text_length: int = 64,
     ) -> Estimate:
         """Memory that a guided call will need. A method only ever needs less KV cache than the plain run."""
+        check_method(method)
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise NextscaleError(f"batch must be at least 1, not {batch!r}")
         return self._estimate(self.schedule(height, width), batch, guided=True, text_length=text_length)
 
     def _estimate(self, schedule: Schedule, images: int, guided: bool, text_length: int) -> Estimate:
@@ -279,10 +298,11 @@ class Pipeline:
         top_p: float | None = None,
         greedy: bool = False,
         smooth: bool = False,
-        guidance_layers: Sequence[int] = (0,),
+        guidance_layers: int | Sequence[int] = (0,),
     ) -> Sampling:
         """The values given, or else those that the model's authors publish, as one per scale."""
         d, depth = self.spec.defaults, self.backbone.depth
+        guidance_layers = (guidance_layers,) if isinstance(guidance_layers, int) else tuple(guidance_layers)
         if any(not -depth < layer <= 0 for layer in guidance_layers):
             raise NextscaleError(
                 f"guidance_layers {list(guidance_layers)} must lie between {1 - depth} and 0 (= logits)"
@@ -295,11 +315,11 @@ class Pipeline:
             top_p=d.top_p if top_p is None else top_p,
             greedy=greedy,
             smooth=smooth,
-            guidance_layers=tuple(guidance_layers),
+            guidance_layers=guidance_layers,
         )
 
     def _prompts(self, prompt: Any, negative: Any, embeds: Any, negative_embeds: Any, repeat: int) -> Prompts:
-        if not isinstance(repeat, int) or repeat < 1:
+        if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
             raise NextscaleError(f"num_images_per_prompt must be at least 1, not {repeat!r}")
         if self.backbone.prompts == "label":
             if any(x is not None for x in (negative, embeds, negative_embeds)):
@@ -317,3 +337,8 @@ class Pipeline:
                 f"{images} images of {len(schedule)} scales need about {need / GIB:.0f} GiB, but {self.device} has "
                 f"{have / GIB:.0f} GiB; make fewer at a time, or smaller ones"
             )
+
+
+def check_method(method: Method | None) -> None:
+    if method is not None and not isinstance(method, Method):
+        raise NextscaleError(f"method must be a method such as NOVA(), not {method!r}; by name: {choices(METHODS)}")

@@ -84,16 +84,19 @@ class Texts(Prompts):
         return len(self.prompts or self.embeds or ()) * self.repeat
 
     def condition(self, pipe: Pipeline) -> TextCondition:
-        texts, negatives = self.embeds, self.negative_embeds
+        texts: list[Any] | None = self.embeds
+        negatives: list[Any] | None = self.negative_embeds
         if texts is None or (negatives is None and self.negatives is not None):
-            asked = [*(self.prompts or ()), *(self.negatives or ())]
+            asked = [*(self.prompts or ()), *filter(None, self.negatives or ())]
             unique = list(dict.fromkeys(asked))
-            features = dict(zip(unique, pipe.encode_prompt(unique), strict=True))
+            features: dict[str, Tensor | None] = {"": None}  # no negative prompt, as in the official code
+            if unique:
+                features.update(zip(unique, pipe.encode_prompt(unique), strict=True))
             texts = texts or [features[p] for p in self.prompts or ()]
             negatives = negatives or ([features[p] for p in self.negatives] if self.negatives else None)
         return TextCondition(self._each(texts), None if negatives is None else self._each(negatives))
 
-    def _each(self, values: list[Tensor]) -> list[Tensor]:
+    def _each(self, values: list[Any]) -> list[Any]:
         return [v for v in values for _ in range(self.repeat)]
 
     def traced(self, seeds: Sequence[int | None]) -> list[TracedImage]:
@@ -139,6 +142,8 @@ def _strings(value: Any, name: str) -> list[str]:
 
 
 def _features(value: Any, name: str, config: InfinityConfig) -> list[Tensor]:
+    if not isinstance(value, (Tensor, Sequence)):
+        raise NextscaleError(f"{name} must be a tensor or a list of tensors, not {value!r}")
     rows = [value] if isinstance(value, Tensor) and value.ndim == 2 else list(value)
     for row in rows:
         fits = isinstance(row, Tensor) and row.ndim == 2 and row.shape[1] == config.text_dim

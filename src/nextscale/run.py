@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nextscale.draws import Draws
 from nextscale.errors import NextscaleError
@@ -133,13 +133,21 @@ class Run:
             if scale.index + 1 < len(self.schedule):
                 self.stopped_after[image] = scale.index + 1
 
-    def require_finite(self, logits: Tensor, scale: Scale, backbone: Backbone) -> None:
-        """NaN weights would otherwise end as noise, or as a failed assertion of the sampler."""
+    def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Backbone) -> None:
+        """Bad numbers would otherwise end as noise, or as a failed assertion of the sampler."""
         if torch.isfinite(logits).all():
             return
-        bad = [name for name, p in backbone.named_parameters() if not torch.isfinite(p).all()]
-        cause = f"the weights of {', '.join(bad[:3])} hold NaN or infinite values" if bad else "an overflow"
+        cause = "guidance_scale or temperature is too extreme"
+        if not torch.isfinite(raw).all():
+            cause = cause_of_nan(backbone, "prompt_embeds, the features")
         raise NextscaleError(f"the logits of scale {scale.index + 1} are not finite: {cause}")
+
+
+def cause_of_nan(module: nn.Module, inputs: str) -> str:
+    bad = [name for name, p in module.named_parameters() if not torch.isfinite(p).all()]
+    if bad:
+        return f"the weights of {', '.join(bad[:3])} hold NaN or infinite values"
+    return f"{inputs} or a tokenizer weight hold NaN or infinite values, or numbers overflowed"
 
 
 def _places(some: Rows, among: Rows) -> Tensor:

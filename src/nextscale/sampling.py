@@ -36,10 +36,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in self.top_k):
             raise NextscaleError(f"top_k must be 0 (off) or a positive number, not {self.top_k[0]}")
-        if not 0 <= self.top_p <= 1:
-            raise NextscaleError(f"top_p must lie in [0, 1] (0 = off), not {self.top_p}")
+        if not isinstance(self.top_p, (int, float)) or not 0 <= self.top_p <= 1:
+            raise NextscaleError(f"top_p must lie in [0, 1] (0 = off), not {self.top_p!r}")
         if any(not 0 < t < math.inf for t in self.temperature):
             raise NextscaleError(f"temperature must be above 0 (greedy=True for none), not {min(self.temperature)}")
+        if self.greedy and self.smooth:
+            raise NextscaleError("greedy and smooth contradict each other: choose one")
         if any(not math.isfinite(w) for w in self.guidance):
             raise NextscaleError("guidance_scale must be a finite number")
 
@@ -124,7 +126,13 @@ def read_forced(tokens: Sequence[Tensor], schedule: Schedule, images: int, backb
     forced = []
     for scale, given in zip(schedule, tokens, strict=False):
         where, shape = f"force_tokens of scale {scale.index + 1}", (scale.tokens, *backbone.token_shape)
-        t = torch.as_tensor(given, device=backbone.device).long()
+        try:
+            t = torch.as_tensor(given, device=backbone.device)
+        except (TypeError, ValueError, RuntimeError):
+            raise NextscaleError(f"{where} must be a tensor of whole numbers") from None
+        if t.dtype.is_floating_point or t.dtype == torch.bool:
+            raise NextscaleError(f"{where} must be whole numbers, not {t.dtype}")
+        t = t.long()
         if t.shape == shape:
             t = t.expand(images, *shape)
         if t.shape != (images, *shape):

@@ -75,6 +75,11 @@ class Size:
     aspect_ratio: float | None = None  # height / width
     pixel_budget: str | None = None
 
+    def __post_init__(self) -> None:
+        for side in (self.height, self.width):
+            if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 1):
+                raise NextscaleError(f"height and width are whole numbers of pixels, not {side!r}")
+
 
 # Infinity's table: one row per height/width ratio, in cells of 16 pixels (8 for the embedded model).
 _ROWS: dict[float, str] = {

@@ -17,6 +17,7 @@ from nextscale.methods.selection import Selection
 from nextscale.models.base import Backbone, State
 from nextscale.run import Rows
 from nextscale.schedule import Scale, Schedule
+from nextscale.writing import whole_file
 
 SCHEMA = 1
 
@@ -37,9 +38,29 @@ class _Ran:
     text_lengths: Tensor | None  # [R]
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What the trace has to know of a backbone, as numbers: an output must not keep a model alive."""
+
+    depth: int
+    parts: tuple[str, ...]
+    per_token: dict[str, int]  # FLOPs of a part, besides
+    per_key: dict[str, int]  # those for every key that a token sees
+    head: int
+
+    @classmethod
+    def of(cls, backbone: Backbone) -> Costs:
+        fixed = {part: backbone.flops(part, 1, 0) for part in backbone.parts}
+        growing = {part: backbone.flops(part, 1, 1) - fixed[part] for part in backbone.parts}
+        return cls(backbone.depth, backbone.parts, fixed, growing, backbone.head_flops(1))
+
+    def flops(self, part: str, tokens: int, keys: int) -> int:
+        return tokens * (self.per_token[part] + self.per_key[part] * keys)
+
+
 @dataclass
 class Trace:
-    backbone: Backbone
+    costs: Costs
     schedule: Schedule
     images: list[TracedImage]
     guided_until: int  # scales that a plain run guides
@@ -60,10 +81,10 @@ class Trace:
         """Which cells were computed, [h, w] of bool. Scale and layer count from 1; row 1 is the unconditional one."""
         where = list(self.schedule)[scale - 1] if 1 <= scale <= len(self.schedule) else None
         part = group or "self"
-        if where is None or not 1 <= layer <= self.backbone.depth or part not in self.backbone.parts:
+        if where is None or not 1 <= layer <= self.costs.depth or part not in self.costs.parts:
             raise NextscaleError(
-                f"the trace has scales 1..{len(self.schedule)}, layers 1..{self.backbone.depth} and "
-                f"groups {', '.join(self.backbone.parts)}"
+                f"the trace has scales 1..{len(self.schedule)}, layers 1..{self.costs.depth} and "
+                f"groups {', '.join(self.costs.parts)}"
             )
         record = self.records.get(where.index)
         places = [] if record is None else [r for r, owner in enumerate(record.rows.all) if owner == image]
@@ -93,7 +114,7 @@ class Trace:
         if record is None or image not in record.rows.which:
             return entry, 0
         places = [row for row, owner in enumerate(record.rows.all) if owner == image]
-        flops = len(places) * self.backbone.head_flops(scale.tokens)
+        flops = len(places) * scale.tokens * self.costs.head
         for layer, parts in enumerate(record.chosen):
             kept = {p: scale.tokens if c is None else int(c.count[places[0]]) for p, c in parts.items()}
             cached[layer] += kept["self"]
@@ -102,7 +123,7 @@ class Trace:
                     keys = cached[layer]
                     if part == "cross" and record.text_lengths is not None:
                         keys = int(record.text_lengths[place])
-                    flops += self.backbone.flops(part, count, keys)
+                    flops += self.costs.flops(part, count, keys)
             shown: dict[str, Any] = {
                 "layer": layer + 1,
                 "entropy": why.layer_entropy[layer] if why.layer_entropy else None,
@@ -118,7 +139,7 @@ class Trace:
 
     def _image(self, image: int) -> dict[str, Any]:
         policy = self.policy
-        who, depth = self.images[image], self.backbone.depth
+        who, depth = self.images[image], self.costs.depth
         cached = [0] * depth
         entries, flops, full_rows, full_flops = [], 0, 0, 0
         text = self._text_lengths(image)
@@ -131,8 +152,8 @@ class Trace:
             full_rows += depth * scale.tokens * rows
             for branch in range(rows):
                 keys = {"self": scale.start + scale.tokens, "cross": text[branch]}
-                per_layer = sum(self.backbone.flops(p, scale.tokens, keys.get(p, 0)) for p in self.backbone.parts)
-                full_flops += depth * per_layer + self.backbone.head_flops(scale.tokens)
+                per_layer = sum(self.costs.flops(p, scale.tokens, keys.get(p, 0)) for p in self.costs.parts)
+                full_flops += depth * per_layer + scale.tokens * self.costs.head
         kept = [sum(layer["kept"] for layer in e["layers"]) for e in entries]
         activation = {"scale": None, "star": None, "reason": "none", "eta": None}
         if policy is not None:
@@ -174,19 +195,17 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """As JSON; a name ending in .npz stores the maps of computed cells of every image, scale, layer and group."""
         path = Path(path)
-        try:
+        with whole_file(path) as file:
             if path.suffix == ".npz":
-                np.savez_compressed(path, **self._maps())
+                np.savez_compressed(file, **self._maps())
             else:
-                path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        except OSError as error:
-            raise NextscaleError(f"cannot write {path}: {error.strerror}") from None
+                file.write((json.dumps(self.to_dict(), indent=1) + "\n").encode())
 
     def _maps(self) -> dict[str, Any]:
         maps = {}
         for image in range(len(self.images)):
             for index, record in self.records.items():
-                for layer in range(1, self.backbone.depth + 1):
+                for layer in range(1, self.costs.depth + 1):
                     for part in record.chosen[layer - 1]:
                         for row in range(record.rows.all.count(image)):
                             name = f"image{image}/scale{index + 1}/layer{layer}/{part}/row{row}"

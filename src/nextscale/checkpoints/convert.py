@@ -15,12 +15,11 @@ import torch
 
 from nextscale.checkpoints.load import Progress, check
 from nextscale.checkpoints.locate import CONFIG, FORMAT, WEIGHTS
-from nextscale.checkpoints.pretrained import Blueprint, Part, describe
+from nextscale.checkpoints.pretrained import VERSION, Blueprint, Part, describe
 from nextscale.devices import name_of
 from nextscale.errors import NextscaleError
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-VERSION = 1
 
 
 def convert(blueprint: Blueprint, out: str | Path, dtype: torch.dtype, progress: Progress | None = None) -> Path:
@@ -29,8 +28,11 @@ def convert(blueprint: Blueprint, out: str | Path, dtype: torch.dtype, progress:
     if out.exists():
         raise NextscaleError(f"{out} exists already; choose a new folder")
     parts = {"backbone": blueprint.backbone, "tokenizer": blueprint.tokenizer}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise NextscaleError(f"cannot write {out}: {error.strerror}") from None
     try:
         config = {
             "format": FORMAT,

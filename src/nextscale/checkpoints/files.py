@@ -6,8 +6,10 @@ So converting a checkpoint never holds it twice.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
+import pickletools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,15 +155,33 @@ def load_pickle(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     except pickle.UnpicklingError as error:
         if found := re.search(r"GLOBAL (\S+)", str(error)):
-            raise NextscaleError(
-                f"{path} is a pickle with more than tensors in it ({found.group(1)}); it was not run, "
-                "only plain state dicts are read"
-            ) from None
+            raise _has_code(path, found.group(1)) from None
+        _look_for_code(path)
         raise NextscaleError(f"{path} is not a readable checkpoint: the file is damaged or incomplete") from None
     except PermissionError:
         raise NextscaleError(f"{path} may not be read by this user") from None
     except Exception:  # whatever the unpickler stumbles over in a damaged file
+        _look_for_code(path)
         raise NextscaleError(f"{path} is not a readable checkpoint: the file is damaged or incomplete") from None
+
+
+def _has_code(path: Path, what: str) -> NextscaleError:
+    return NextscaleError(
+        f"{path} is a pickle with more than tensors in it ({what}); it was not run, only plain state dicts are read"
+    )
+
+
+def _look_for_code(path: Path) -> None:
+    """Bare pickles of other protocols are refused as unreadable; say so if the reason is what they would call."""
+    called = []
+    with contextlib.suppress(Exception):
+        for opcode, argument, _ in pickletools.genops(path.read_bytes()[:CHUNK_BYTES]):
+            if opcode.name in ("GLOBAL", "INST"):
+                called.append(str(argument).replace(" ", "."))
+            elif opcode.name == "STACK_GLOBAL":
+                called.append("a function")
+    if called:
+        raise _has_code(path, called[0])
 
 
 def _inside(content: Any, nested: tuple[str, ...]) -> Any:
@@ -190,7 +210,7 @@ def _open_folder(path: Path) -> SafetensorsState:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         shards = {key: path / name for key, name in weight_map.items()}
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         raise NextscaleError(
             f"{index} is not a shard index: it needs a 'weight_map' of tensor names to files"
         ) from None

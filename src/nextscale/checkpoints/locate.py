@@ -81,7 +81,7 @@ class Files:
 
     spec: ModelSpec | None  # None: told by the shapes in the file
     weights: Path
-    tokenizer: Path | None  # None: inside `weights`
+    tokenizers: tuple[Path, ...]  # candidates; none: inside `weights`
     converted: dict[str, Any] | None = None  # the config of a file that `nextscale convert` wrote
 
 
@@ -118,22 +118,32 @@ def _from_hub(repo: str, spec: ModelSpec | None, vae: str | Path | None, hub: Hu
                 f"the hub repository {repo!r} is neither one of the official ones "
                 f"({choices(dict.fromkeys(s.repo for s in MODELS.values()))}) nor written by 'nextscale convert'"
             )
-        return Files(None, hub.fetch(repo, (WEIGHTS,)), None, converted)
+        return _converted(hub.fetch(repo, (WEIGHTS,)), converted, spec, vae)
     weights = hub.fetch(repo, (spec.weights,))
-    return Files(spec, weights, _tokenizer(vae, spec, [], hub) or hub.fetch(repo, spec.tokenizer_files))
+    return Files(spec, weights, _tokenizers(vae, spec, [], hub) or (hub.fetch(repo, spec.tokenizer_files),))
 
 
 def _local(path: Path, spec: ModelSpec | None, vae: str | Path | None, hub: Hub) -> Files:
     if path.is_dir():
         converted = read_converted(path / CONFIG)
         if converted is not None:
-            return Files(None, path / WEIGHTS, None, converted)
+            return _converted(path / WEIGHTS, converted, spec, vae)
         if not any((path / name).exists() for name in (INDEX, WEIGHTS)):
             spec, path = _inside_folder(path, spec)
     if spec is None:
         named = [s for s in MODELS.values() if s.weights.rstrip("/") == path.name]
         spec = named[0] if named else None
-    return Files(spec, path, _tokenizer(vae, spec, [path.parent, path], hub))
+    return Files(spec, path, _tokenizers(vae, spec, [path.parent, path], hub))
+
+
+def _converted(weights: Path, config: dict[str, Any], spec: ModelSpec | None, vae: str | Path | None) -> Files:
+    if vae is not None:
+        raise NextscaleError(
+            f"{weights.parent} was written by 'nextscale convert' and has its tokenizer inside: leave out vae="
+        )
+    if spec is not None and config.get("model") != spec.name:
+        raise NextscaleError(f"{weights.parent} holds {config.get('model')}, not {spec.name}")
+    return Files(None, weights, (), config)
 
 
 def _inside_folder(folder: Path, spec: ModelSpec | None) -> tuple[ModelSpec, Path]:
@@ -148,19 +158,18 @@ def _inside_folder(folder: Path, spec: ModelSpec | None) -> tuple[ModelSpec, Pat
     return found[0], folder / found[0].weights
 
 
-def _tokenizer(vae: str | Path | None, spec: ModelSpec | None, folders: list[Path], hub: Hub) -> Path | None:
+def _tokenizers(vae: str | Path | None, spec: ModelSpec | None, folders: list[Path], hub: Hub) -> tuple[Path, ...]:
     """The tokenizer's file: as given, or by its published name beside the weights."""
     if vae is not None:
         path = Path(vae).expanduser()
         if path.exists():
-            return path
+            return (path,)
         if spec is not None and "/" in str(vae) and not path.suffix:
-            return hub.fetch(str(vae), spec.tokenizer_files)
+            return (hub.fetch(str(vae), spec.tokenizer_files),)
         raise NextscaleError(f"the tokenizer file {vae} does not exist")
     specs = MODELS.values() if spec is None else (spec,)
     names = dict.fromkeys(name for s in specs for name in s.tokenizer_files)
-    found = [folder / name for folder in folders for name in names if (folder / name).is_file()]
-    return found[0] if len(found) == 1 or (found and spec) else None
+    return tuple(folder / name for folder in folders for name in names if (folder / name).is_file())
 
 
 def read_converted(path: Path) -> dict[str, Any] | None:

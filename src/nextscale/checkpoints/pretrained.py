@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from nextscale.errors import NextscaleError, choices
 from nextscale.models.base import Backbone
 from nextscale.models.registry import MODELS, Defaults, ModelSpec
 from nextscale.tokenizers.base import ImageTokenizer
+
+VERSION = 1  # of converted files
 
 
 @dataclass(frozen=True)
@@ -61,17 +64,18 @@ def read(files: Files) -> Blueprint:
     states = open_states(files.weights)
     backbone = official_part(states, backbones())
     want = (str(backbone.family.tokenizer),)
-    if files.tokenizer is not None:
-        tokenizer = official_part(open_states(files.tokenizer), want)
-    else:
-        try:
-            tokenizer = official_part(states, want)
-        except NextscaleError:
-            raise NextscaleError(
-                f"{files.weights} holds no tokenizer, and none was found beside it; pass vae= with the file of "
-                f"the tokenizer, e.g. {choices(_tokenizer_names(backbone, files.spec))}"
-            ) from None
-    return assemble(backbone, tokenizer, files.spec, files.weights)
+    if len(files.tokenizers) == 1:
+        return assemble(backbone, official_part(open_states(files.tokenizers[0]), want), files.spec, files.weights)
+    for candidate in (*map(open_states, files.tokenizers), states):  # the first that fits
+        with contextlib.suppress(NextscaleError):
+            return assemble(backbone, official_part(candidate, want), files.spec, files.weights)
+    beside = (
+        f"none of {choices(p.name for p in files.tokenizers)} fits" if files.tokenizers else "none was found beside it"
+    )
+    raise NextscaleError(
+        f"{files.weights} holds no tokenizer, and {beside}; pass vae= with the file of the tokenizer, "
+        f"e.g. {choices(_tokenizer_names(backbone, files.spec))}"
+    )
 
 
 def _tokenizer_names(backbone: Part, spec: ModelSpec | None) -> list[str]:
@@ -133,7 +137,8 @@ def spec_of(backbone: Any, tokenizer: Any, source: str) -> ModelSpec:
     """The published model with this configuration, or a description of an unpublished one."""
     if spec := next((s for s in MODELS.values() if s.backbone == backbone), None):
         return spec
-    like = next(spec for spec in MODELS.values() if type(spec.backbone) is type(backbone))
+    family = [s for s in MODELS.values() if type(s.backbone) is type(backbone)]
+    like = min(family, key=lambda s: abs(s.backbone.width - backbone.width))
     return dataclasses.replace(
         like,
         name=Path(source).stem,
@@ -162,6 +167,8 @@ def describe(blueprint: Blueprint) -> dict[str, Any]:
 
 def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
     where = weights.with_name("config.json")
+    if config.get("version") != VERSION:
+        raise NextscaleError(f"{where} has version {config.get('version')!r}; this nextscale reads {VERSION}")
     try:
         family = FAMILIES[config["family"]]
         families = {"backbone": family, "tokenizer": FAMILIES[str(family.tokenizer)]}
@@ -173,8 +180,8 @@ def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
             pixel_budget=config["pixel_budget"],
             text_encoder=config["text_encoder"],
         )
-    except (KeyError, TypeError) as error:
-        raise NextscaleError(f"{where} is not a config of this version of nextscale: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NextscaleError(f"{where} is not a config of a converted model: {error}") from None
     state = open_states(weights)[0]
     parts = []
     for prefix, of in families.items():
@@ -184,4 +191,9 @@ def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
 
 
 def _dataclass(cls: Any, values: dict[str, Any]) -> Any:
-    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    made = cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    for f in dataclasses.fields(cls):
+        kind: Any = {"int": int, "bool": bool, "float": (int, float)}.get(str(f.type), tuple)
+        if not isinstance(getattr(made, f.name), kind):
+            raise TypeError(f"{f.name} = {getattr(made, f.name)!r} is not of type {f.type}")
+    return made

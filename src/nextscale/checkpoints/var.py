@@ -43,16 +43,18 @@ def _infer_tokenizer(shapes: Shapes, state: StateFile) -> VQConfig:
 
 def _read_live(var: VARConfig, vq: VQConfig, model: Any, vae: Any) -> tuple[VARConfig, VQConfig]:
     """Heads without cosine attention, epsilon, the share of phi."""
+    block = next(iter(getattr(model, "blocks", ())), None)
+    quantizer = getattr(vae, "quantize", None)
     var = dataclasses.replace(
         var,
         heads=getattr(model, "num_heads", var.heads),
         sides=tuple(getattr(model, "patch_nums", var.sides)),
-        eps=getattr(getattr(model.blocks[0], "ln_wo_grad", None), "eps", var.eps),
+        eps=getattr(getattr(block, "ln_wo_grad", None), "eps", var.eps),
     )
     vq = dataclasses.replace(
         vq,
-        phi_ratio=abs(getattr(vae.quantize, "quant_resi_ratio", vq.phi_ratio)),
-        normalised=bool(getattr(vae.quantize, "using_znorm", False)),
+        phi_ratio=abs(getattr(quantizer, "quant_resi_ratio", vq.phi_ratio)),
+        normalised=bool(getattr(quantizer, "using_znorm", False)),
     )
     return var, vq
 

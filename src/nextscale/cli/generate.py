@@ -40,8 +40,11 @@ def generate(
     """Make pictures of a prompt."""
     from nextscale.images import image_paths, save_all
     from nextscale.pipeline import Pipeline
+    from nextscale.writing import require_writable
 
     paths = image_paths(out, images)
+    if trace is not None:
+        require_writable(trace)
     reduction = method_of(method, preset, set_)
     source = source_of(model, weights)
     device = device or default_device()

@@ -131,7 +131,8 @@ class Policy:
         return Decision()
 
     def release(self) -> None:
-        """The run is over: let go of caches, keep what the trace asks for."""
+        """The run is over: let go of caches and of the model, keep what the trace asks for."""
+        self.context = dataclasses.replace(self.context, decode=None)
 
 
 @dataclass(frozen=True)

@@ -86,5 +86,6 @@ class ComposedPolicy(Policy):
         return self.selecting.decision(image, scale)
 
     def release(self) -> None:
+        super().release()
         for policy in self.policies:
             policy.release()

@@ -89,4 +89,5 @@ class FastVARPolicy(Policy):
         return Activation() if self.first == scales else Activation(scale=self.first + 1, reason="fixed")
 
     def release(self) -> None:
+        super().release()
         self.caches.clear()

@@ -268,6 +268,7 @@ class NOVAPolicy(Policy):
         )
 
     def release(self) -> None:
+        super().release()
         for caches in (self.caches, self.attention, self.means):
             caches.clear()
         self.final = TokenCache()

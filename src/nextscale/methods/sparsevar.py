@@ -126,4 +126,5 @@ class SparseVARPolicy(Policy):
         return Activation(scale=self.first + 1, reason="fixed")
 
     def release(self) -> None:
+        super().release()
         self.change, self.excluded, self.logits = TokenCache(), TokenCache(), TokenCache()

@@ -41,7 +41,7 @@ class TextCondition:
     """Text features of every image, [length, text_dim] each; `negative` replaces the unconditional rows."""
 
     text: Sequence[Tensor]
-    negative: Sequence[Tensor] | None = None
+    negative: Sequence[Tensor | None] | None = None  # None: the model's own unconditional text
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,9 @@ class Infinity(ModulatedBackbone):
         """The prompt of every row: an unconditional row is as long as its prompt unless a negative one is given."""
         rows = [t.to(self.device) for t in condition.text]
         if guided:
-            if condition.negative is not None:
-                rows += [t.to(self.device) for t in condition.negative]
-            else:
-                rows += [self.unconditional[: len(t)] for t in condition.text]
+            negatives = condition.negative or [None] * len(condition.text)
+            for text, negative in zip(condition.text, negatives, strict=True):
+                rows.append(self.unconditional[: len(text)] if negative is None else negative.to(self.device))
         return rows
 
     def read_text(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -224,8 +223,8 @@ class Infinity(ModulatedBackbone):
             schedule = infinity_schedule(
                 1.0 if size.aspect_ratio is None else size.aspect_ratio, size.pixel_budget or "1M"
             )
-        elif size.height is None or size.width is None or size.aspect_ratio is not None:
-            raise NextscaleError("give either both height and width, or aspect_ratio")
+        elif size.height is None or size.width is None or (size.aspect_ratio, size.pixel_budget) != (None, None):
+            raise NextscaleError("give either both height and width, or aspect_ratio and pixel_budget")
         else:
             schedule = infinity_schedule_for_size(size.height, size.width, stride)
         if len(schedule) > self.config.levels:

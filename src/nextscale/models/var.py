@@ -94,7 +94,7 @@ class VAR(ModulatedBackbone):
 
     def schedule(self, size: Size, stride: int) -> Schedule:
         side = self.config.sides[-1] * stride
-        asked = (size.height or side, size.width or side)
+        asked = (side if size.height is None else size.height, side if size.width is None else size.width)
         if asked != (side, side) or size.aspect_ratio not in (None, 1) or size.pixel_budget is not None:
             raise NextscaleError(f"this model makes pictures of {side}x{side} only: its positions are learned")
         return Schedule.squares(self.config.sides)

@@ -18,7 +18,7 @@ from nextscale.loop import ScaleEnd, generate
 from nextscale.methods.base import Context, Policy
 from nextscale.sampling import Sampling
 from nextscale.schedule import Schedule
-from nextscale.trace import Trace, TracedImage
+from nextscale.trace import Costs, Trace, TracedImage
 
 TOLERANCE = 1e-3
 # Smoothed sampling divides by a temperature down to 0.0135, which turns rounding noise of the logits into
@@ -152,7 +152,7 @@ class Case:
             OfficialDraws(run.generator),
             Policy(context),
             run.images,
-            Trace(self.backbone, self.schedule, who, run.sampling.guided_until, {}),
+            Trace(Costs.of(self.backbone), self.schedule, who, run.sampling.guided_until, {}),
             on_scale_end=compare,
         )
         for name, (ours, allowed) in run.finish(self.tokenizer.decode(maps[-1])).items():
