@@ -39,7 +39,7 @@ def estimate(
     text_length: int = 0,
     text_encoder_bytes: int = 0,
 ) -> Estimate:
-    """Of the plain run; no method keeps more tokens. Within a few percent of what an H200 used (benchmarks/memory.py)."""
+    """Of the plain run; no method keeps more tokens. An H200 used this much within a few percent."""
     rows, item = images * (2 if guided else 1), backbone.dtype.itemsize
     tokens = max(h * w for h, w in schedule.grids)
     width, hidden = backbone.width, backbone.hidden

@@ -251,7 +251,9 @@ class NOVAPolicy(Policy):
     def activation(self, image: int) -> Activation:
         g = self.growth[image]
         self._read_entropies()
-        return Activation(None if g.star is None else g.star + 1, g.star, g.reason, g.eta)
+        last = len(self.context.schedule)
+        reduced = None if g.star is None or g.star == last else g.star + 1
+        return Activation(reduced, g.star, g.reason, g.eta)
 
     def decision(self, image: int, scale: Scale) -> Decision:
         self._read_entropies()

@@ -110,7 +110,11 @@ class SparseVARPolicy(Policy):
         assert before is not None
         anchors = self._anchors(grid, x.device).nonzero().flatten()
         unit = F.normalize(before, dim=-1)
-        likeness, nearest = (unit @ unit[:, anchors].transpose(1, 2)).max(dim=-1)  # [B, N]
+        likeness = unit @ unit[:, anchors].transpose(1, 2)  # [B, N, A]
+        # Enlarged maps repeat themselves, so equal anchors are common: the first of them, not the luckiest rounding.
+        tied = likeness >= likeness.amax(-1, keepdim=True) - 1e-5
+        nearest = (tied * torch.arange(len(anchors), 0, -1, device=x.device)).argmax(dim=-1)
+        likeness = likeness.gather(2, nearest[..., None])[..., 0]
         own = torch.arange(stats.scale.tokens, device=x.device).expand_as(nearest)
         copied = ~self.keep & (likeness >= m.similarity)
         source = torch.where(copied, anchors[nearest], own)
