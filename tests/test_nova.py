@@ -137,7 +137,9 @@ def test_a_constant_layer_is_restored_exactly(mode: str) -> None:
     out = policy.fill(0, ("self", "ffn"), x, chosen, x[:, [3, 7, 8]] + 0.25, reduced)
     assert torch.equal(out, x + 0.25)
     # The cache has aged by one scale and still says the same.
-    assert torch.equal(policy.caches[0].read(complete.rows, (8, 8), mode), torch.full((1, 64, 5), 0.25))
+    assert torch.equal(
+        policy.caches[0, ("self", "ffn")].read(complete.rows, (8, 8), mode), torch.full((1, 64, 5), 0.25)
+    )
 
 
 def test_what_fills_the_holes() -> None:

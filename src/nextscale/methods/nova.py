@@ -13,8 +13,9 @@ from nextscale.entropy import token_entropy
 from nextscale.errors import NextscaleError
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.residual import TokenCache
-from nextscale.methods.selection import Selection, gather, keep_highest, scatter
+from nextscale.methods.selection import Selection, keep_highest, scatter
 from nextscale.methods.tables import relative_ratio
 from nextscale.run import Rows
 from nextscale.schedule import Scale
@@ -77,12 +78,12 @@ class NOVA(Method):
         return NOVAPolicy(context, self)
 
 
-class NOVAPolicy(Policy):
+class NOVAPolicy(CachedPolicy):
     def __init__(self, context: Context, method: NOVA) -> None:
-        super().__init__(context)
+        super().__init__(context, method.cache, method.restore_mode, after=method.t_est)
+        self.moved = [TokenCache() for _ in range(context.depth)]  # how much each layer changed a cell, for that metric
         self.method = method
         self.growth = [Growth(method.t_est, method.alpha) for _ in range(context.images)]
-        self.caches = [TokenCache() for _ in range(context.depth)]  # what each layer added, or gave
         self.attention = [TokenCache() for _ in range(context.depth)]  # attention entropy, for that metric
         self.final = TokenCache()  # entropy of the final prediction, for the probe "previous"
         self.means = [TokenCache() for _ in range(context.depth)]  # layer entropies, for the probe "previous"
@@ -94,9 +95,6 @@ class NOVAPolicy(Policy):
         if self.probe == "auto":
             self.probe = "lens" if context.bits else "lens_topk"
 
-    def expected_tokens(self) -> int:
-        return 0
-
     # Between scales, on the host
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
@@ -106,7 +104,9 @@ class NOVAPolicy(Policy):
         self.layer_sum: Tensor | None = None
         self.noted[t] = ((), [], [])
         needs = (
-            frozenset({"attention_entropy"}) if self.method.metric == "attention" and self._records(t) else frozenset()
+            frozenset({"attention_entropy"})
+            if self.method.metric == "attention" and self.records(scale)
+            else frozenset()
         )
         return dataclasses.replace(super().begin_scale(scale), needs=needs)
 
@@ -115,10 +115,6 @@ class NOVAPolicy(Policy):
             for image, value in zip(images, entropy.tolist(), strict=True):
                 self.growth[image].add(scale.index + 1, value)
         self.pending.clear()
-
-    def _records(self, t: int) -> bool:
-        """Whether a later scale may need what this one leaves behind."""
-        return self.method.t_est < t < len(self.context.schedule)
 
     def _ratio(self, growth: Growth, t: int) -> float:
         m = self.method
@@ -136,7 +132,7 @@ class NOVAPolicy(Policy):
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         t, rows, n = stats.scale.index + 1, stats.rows, stats.scale.tokens
         ratios = [self.ratio[t][image] for image in rows.which]
-        if self.probe == "previous" and self.method.layer_linkage and self._records(t) and not all(ratios):
+        if self.probe == "previous" and self.method.layer_linkage and self.records(stats.scale) and not all(ratios):
             # A complete scale is the only chance to learn the layers' entropies of an image.
             complete = [i for i, ratio in enumerate(ratios) if not ratio]
             mean = self._lens(layer, x, stats).double().mean(1)[complete]
@@ -195,28 +191,16 @@ class NOVAPolicy(Policy):
             cached = self.attention[layer].read(images, grid, self.method.restore_mode)
             return entropy if cached is None else -cached[..., 0]
         if metric == "mse":  # how much the layer changed a cell one scale before
-            cached = self.caches[layer].read(images, grid, self.method.restore_mode)
-            return entropy if cached is None else cached.square().mean(-1)
+            cached = self.moved[layer].read(images, grid, self.method.restore_mode)
+            return entropy if cached is None else cached[..., 0]
         return entropy
 
     def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
-        m, rows, grid, cache = self.method, stats.rows, stats.scale.grid, self.caches[layer]
-        records = self._records(stats.scale.index + 1) and (m.cache != "zero" or m.metric == "mse")
-        if chosen is None:
-            if records:
-                cache.store(rows, grid, y if m.cache == "feature" else y - x)
-            return y
-        cached = None if m.cache == "zero" else cache.read(rows, grid, m.restore_mode)
-        if cached is None:
-            return scatter(x, chosen, y)
-        if m.cache == "feature":
-            filled = scatter(cached, chosen, y)
-            new = filled
-        else:
-            filled = scatter(x + cached, chosen, y)
-            new = scatter(cached, chosen, y - gather(x, chosen))  # what a dropped token received ages with it
-        if records:
-            cache.store(rows, grid, new)
+        filled = super().fill(layer, group, x, chosen, y, stats)
+        if self.method.metric == "mse" and self.records(stats.scale):
+            images = stats.rows.images
+            change = (filled[:images] - x[:images]).square().mean(-1, keepdim=True)
+            self.moved[layer].store(Rows(stats.rows.which, ()), stats.scale.grid, change)
         return filled
 
     def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, features: Tensor, stats: Stats) -> None:
@@ -224,7 +208,7 @@ class NOVAPolicy(Policy):
         seen = logits if m.entropy_of == "guided" else raw[: rows.images]
         entropy = token_entropy(seen, m.unit)
         self.pending.append((scale, rows.which, entropy.double().mean(1)))
-        if not self._records(scale.index + 1):
+        if not self.records(scale):
             return
         if self.probe == "previous" or m.probe_from_layer == 2:
             self.final.store(Rows(rows.which, ()), scale.grid, entropy[..., None])
@@ -271,6 +255,6 @@ class NOVAPolicy(Policy):
 
     def release(self) -> None:
         super().release()
-        for caches in (self.caches, self.attention, self.means):
+        for caches in (self.moved, self.attention, self.means):
             caches.clear()
         self.final = TokenCache()

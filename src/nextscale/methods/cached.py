@@ -1,0 +1,59 @@
+"""The usual way to fill holes: what the layer added one scale before."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nextscale.methods.base import Context, Group, Policy, Stats
+from nextscale.methods.residual import TokenCache
+from nextscale.methods.selection import Selection, gather, scatter
+from nextscale.schedule import Scale
+
+
+class CachedPolicy(Policy):
+    """A policy whose dropped tokens are restored from a cache; subclasses write `select`.
+
+    A dropped token's output is its input plus the increment that the layer gave at this place one scale before
+    ("residual"), or the layer's output there ("feature"), or its input alone ("zero").
+    """
+
+    def __init__(self, context: Context, kind: str = "residual", restore_mode: str = "nearest", after: int = 0) -> None:
+        super().__init__(context)
+        self.kind, self.restore_mode = kind, restore_mode
+        self.after = after  # scales that are never followed by a reduced one need not be recorded
+        self.caches: dict[tuple[int, Group], TokenCache] = {}
+
+    def expected_tokens(self) -> int:
+        return 0  # the KV cache grows with what is kept
+
+    def records(self, scale: Scale) -> bool:
+        """Whether a later scale may need what this one leaves behind."""
+        return self.after <= scale.index < len(self.context.schedule) - 1
+
+    def cached(self, layer: int, group: Group, stats: Stats) -> Tensor | None:
+        """What the cache says for the rows and the grid of this scale, [R, N, C]."""
+        cache = self.caches.get((layer, group))
+        return None if cache is None else cache.read(stats.rows, stats.scale.grid, self.restore_mode)
+
+    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
+        if self.kind == "zero":
+            return super().fill(layer, group, x, chosen, y, stats)
+        cached = None if chosen is None else self.cached(layer, group, stats)
+        feature = self.kind == "feature"
+        if chosen is None:
+            filled, new = y, (y if feature else y - x)
+        elif cached is None:  # nothing to restore from: the first scale that this image runs
+            filled = new = scatter(x, chosen, y)
+            new = new if feature else new - x
+        elif feature:
+            filled = new = scatter(cached, chosen, y)
+        else:
+            filled = scatter(x + cached, chosen, y)
+            new = scatter(cached, chosen, y - gather(x, chosen))  # what a dropped token received ages with it
+        if self.records(stats.scale):
+            self.caches.setdefault((layer, group), TokenCache()).store(stats.rows, stats.scale.grid, new)
+        return filled
+
+    def release(self) -> None:
+        super().release()
+        self.caches.clear()

@@ -1,0 +1,70 @@
+"""FastVAR's published constants, and what its cache does."""
+
+from __future__ import annotations
+
+import torch
+
+from nextscale import FastVAR
+from nextscale.methods.base import Context, Stats
+from nextscale.methods.fastvar import FastVARPolicy
+from nextscale.methods.selection import Selection
+from nextscale.run import Rows
+from nextscale.sampling import Sampling
+from nextscale.schedule import Schedule, infinity_schedule
+
+
+def policy_for(schedule: Schedule, method: FastVAR, depth: int = 32) -> FastVARPolicy:
+    sampling = Sampling.make(len(schedule), guidance=(3.0,) * len(schedule))
+    return FastVARPolicy(Context(1, schedule, sampling, depth, ("self", "cross", "ffn")), method)
+
+
+def kept(policy: FastVARPolicy, k: int, layer: int) -> int | None:
+    scale = list(policy.context.schedule)[k]
+    stats = Stats(scale, Rows((0,), (0,)), lambda *a: torch.zeros(1))
+    chosen = policy.select(layer, ("self",), torch.randn(2, scale.tokens, 4), stats)
+    return None if chosen is None else int(chosen.count[0])
+
+
+def test_constants_for_infinity() -> None:
+    policy = policy_for(infinity_schedule(1.0, "1M"), FastVAR.preset("infinity"))
+    assert FastVAR.preset("infinity") == FastVAR()
+    actions = [policy.begin_scale(s).actions[0] for s in policy.context.schedule]
+    assert actions == ["run"] * 11 + ["skip"] * 2
+    assert (kept(policy, 9, 10), kept(policy, 10, 10), kept(policy, 8, 10)) == (615, 800, None)
+    assert [layer for layer in range(32) if kept(policy, 9, layer)] == list(range(3, 28))
+    assert policy.first == 9, "24x24, the scale before, is cached"
+
+
+def test_constants_for_hart() -> None:
+    sides = (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)
+    policy = policy_for(Schedule.squares(sides), FastVAR.preset("hart"), depth=24)
+    assert all(policy.begin_scale(s).actions == ("run",) for s in policy.context.schedule)
+    assert (kept(policy, 12, 0), kept(policy, 13, 23), kept(policy, 11, 0)) == (1152, 1024, None)
+    assert policy.first == 12
+
+
+def test_other_shapes_follow_by_relative_scale() -> None:
+    policy = policy_for(infinity_schedule(0.571, "0.25M"), FastVAR(), depth=12)
+    assert [round(r, 1) for r in policy.ratios] == [0, 0, 0, 0, 0, 0, 0, 0.4, 0.5, 1.0][:7] + policy.ratios[7:]
+    assert policy.ratios[-1] == 1.0
+    assert policy.layers == range(1, 10)
+
+
+def test_tokens_far_from_the_mean_stay_and_the_rest_gets_the_cached_increment() -> None:
+    policy = policy_for(infinity_schedule(1.0, "1M"), FastVAR(), depth=8)
+    scales, rows = list(policy.context.schedule), Rows((0,), ())
+    cached, pruned = scales[8], scales[9]
+    x = torch.zeros(1, cached.tokens, 2)
+    increment = torch.arange(cached.tokens).float()[None, :, None].expand(1, -1, 2)
+    policy.fill(3, ("ffn",), x, None, x + increment, Stats(cached, rows, lambda *a: x))
+    x = torch.zeros(1, pruned.tokens, 2)
+    x[:, ::2] = 5.0
+    stats = Stats(pruned, rows, lambda *a: x)
+    chosen = policy.select(3, ("ffn",), x, stats)
+    assert isinstance(chosen, Selection)
+    out = policy.fill(3, ("ffn",), x, chosen, torch.full((1, int(chosen.count), 2), -1.0), stats)
+    area = torch.nn.functional.interpolate(increment.transpose(1, 2).view(1, 2, 24, 24), size=(32, 32), mode="area")
+    filled = x + area.flatten(2).transpose(1, 2)
+    mask = chosen.mask(pruned.tokens)[0]
+    assert (out[0, mask] == -1).all()
+    assert torch.equal(out[0, ~mask], filled[0, ~mask])
