@@ -4,7 +4,17 @@ from nextscale.checkpoints.official import from_official
 from nextscale.errors import NextscaleError
 from nextscale.images import to_pil
 from nextscale.loop import ScaleEnd
-from nextscale.methods import NOVA, Compose, DropGuidance, FastVAR, Method, RandomSelection, SparseVAR, Truncate
+from nextscale.methods import (
+    NOVA,
+    Compose,
+    DropGuidance,
+    FastVAR,
+    Method,
+    RandomSelection,
+    SparseVAR,
+    ToProVAR,
+    Truncate,
+)
 from nextscale.models.registry import MODELS
 from nextscale.pipeline import Output, Pipeline
 from nextscale.verify import verify
@@ -23,6 +33,7 @@ __all__ = [
     "RandomSelection",
     "ScaleEnd",
     "SparseVAR",
+    "ToProVAR",
     "Truncate",
     "__version__",
     "from_official",

@@ -14,8 +14,8 @@ from nextscale.errors import NextscaleError
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
 from nextscale.methods.cached import CachedPolicy
-from nextscale.methods.residual import TokenCache
-from nextscale.methods.selection import Selection, keep_highest, scatter
+from nextscale.methods.residual import TokenCache, store_chosen
+from nextscale.methods.selection import Selection, keep_highest
 from nextscale.methods.tables import relative_ratio
 from nextscale.run import Rows
 from nextscale.schedule import Scale
@@ -220,15 +220,10 @@ class NOVAPolicy(CachedPolicy):
             self._store_attention(layer, map_[: rows.images], stats)
 
     def _store_attention(self, layer: int, entropy: Tensor, stats: Stats) -> None:
-        images, grid = Rows(stats.rows.which, ()), stats.scale.grid
         chosen = stats.chosen[layer]["self"]
-        if chosen is not None:  # a token that was not computed keeps what it had
-            own = Selection(chosen.index[: len(entropy)], chosen.count[: len(entropy)])
-            before = self.attention[layer].read(images, grid, self.method.restore_mode)
-            base = entropy.mean(1)[:, None, None].expand(-1, stats.scale.tokens, 1) if before is None else before
-            self.attention[layer].store(images, grid, scatter(base, own, entropy[..., None]))
-        else:
-            self.attention[layer].store(images, grid, entropy[..., None])
+        own = None if chosen is None else Selection(chosen.index[: len(entropy)], chosen.count[: len(entropy)])
+        images = Rows(stats.rows.which, ())
+        store_chosen(self.attention[layer], images, stats.scale.grid, own, entropy[..., None], self.restore_mode)
 
     # For the trace
 

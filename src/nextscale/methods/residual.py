@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nextscale.methods.selection import Selection, scatter
 from nextscale.run import Rows
 from nextscale.schedule import Grid
 
@@ -62,3 +63,15 @@ class TokenCache:
         if len(found) < len(set(keys)):
             return None
         return torch.stack([found[key] for key in keys])
+
+
+def store_chosen(
+    cache: TokenCache, rows: Rows, grid: Grid, chosen: Selection | None, values: Tensor, mode: str
+) -> None:
+    """Values [R, K, C] of the chosen tokens; a token that was not chosen keeps what it had, on the new grid."""
+    if chosen is not None:
+        before = cache.read(rows, grid, mode)
+        if before is None:
+            before = values.mean(1, keepdim=True).expand(-1, grid[0] * grid[1], -1)
+        values = scatter(before, chosen, values)
+    cache.store(rows, grid, values)

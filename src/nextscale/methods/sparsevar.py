@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Group, Method, Policy, Stats
-from nextscale.methods.residual import TokenCache
-from nextscale.methods.selection import Selection, gather, keep_highest, scatter
+from nextscale.methods.residual import TokenCache, store_chosen
+from nextscale.methods.selection import Selection, gather, keep_highest
 from nextscale.run import Rows
 from nextscale.schedule import Grid, Scale
 
@@ -94,11 +94,7 @@ class SparseVARPolicy(Policy):
             own = None if chosen is None else Selection(chosen.index[:images], chosen.count[:images])
             moved = (y[:images] - gather(x[:images], own)).square().mean(-1, keepdim=True)
             which = Rows(stats.rows.which, ())
-            if own is not None:  # an excluded cell keeps the last value it had
-                before = self.change.read(which, scale.grid, self.method.restore_mode)
-                assert before is not None
-                moved = scatter(before, own, moved)
-            self.change.store(which, scale.grid, moved)
+            store_chosen(self.change, which, scale.grid, own, moved, self.method.restore_mode)
         return super().fill(layer, group, x, chosen, y, stats)
 
     def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:

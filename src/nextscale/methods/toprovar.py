@@ -1,0 +1,175 @@
+"""ToProVAR: attention entropy decides where to start, which layers to thin out and which tokens leave them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nextscale.errors import NextscaleError
+from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.cached import CachedPolicy
+from nextscale.methods.residual import TokenCache, store_chosen
+from nextscale.methods.selection import Selection, keep_highest
+from nextscale.run import Rows
+from nextscale.schedule import Scale
+
+
+@dataclass(frozen=True)
+class ToProVAR(Method):
+    """`tau`, `beta` and `a_max` are not published: the defaults are placeholders until a model is calibrated."""
+
+    name = "toprovar"
+    summary = "Attention entropy finds the first scale to reduce, the layers that can be thinned, and the tokens."
+    paper = "ToProVAR (2026)"
+
+    tau: float = 0.5  # the share of low-entropy tokens at which the reduction starts
+    beta: float = 1.0  # how fast a dominant singular value makes a layer "global", which keeps its tokens
+    a_min: float = 0.0  # share dropped at a pruning tendency of 0 ...
+    a_max: float = 0.7  # ... and of 1
+    representative: float = 6 / 13  # the scale, as a share of the schedule, at which layers are told apart
+    center: bool = True  # subtract the mean of a map before its singular values are taken
+    entropy_from: str = "previous_scale"  # or "previous_layer"
+    scale_stage: bool = True  # False: start right after the representative scale
+    layer_stage: bool = True  # False: all layers alike
+    token_stage: bool = True  # False: tokens of a layer leave in a fixed random order
+    restore_mode: str = "nearest"
+
+    def __post_init__(self) -> None:
+        self.require("tau", 0, 1)
+        self.require("beta", 0, 1000)
+        self.require("a_min", 0, 1)
+        self.require("a_max", 0, 1)
+        self.require("representative", 0, 1, above=True)
+        self.require_one_of("entropy_from", ("previous_scale", "previous_layer"))
+        self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
+        if self.a_min > self.a_max:
+            raise NextscaleError(f"toprovar: a_min = {self.a_min} must not exceed a_max = {self.a_max}")
+
+    def start(self, context: Context) -> Policy:
+        return ToProVARPolicy(context, self)
+
+
+class ToProVARPolicy(CachedPolicy):
+    def __init__(self, context: Context, method: ToProVAR) -> None:
+        self.landmark = max(round(method.representative * len(context.schedule)), 2) - 1  # index of that scale
+        super().__init__(context, "residual", method.restore_mode, after=self.landmark)
+        self.method = method
+        self.maps = [TokenCache() for _ in range(context.depth)]  # attention entropy per layer, conditional rows
+        self.kinds: dict[int, Tensor] = {}  # per image [depth]: 1 = detail layer, 0 = global
+        self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
+        self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []
+        self.rho: dict[tuple[int, int], float] = {}  # image, scale
+
+    # Between scales, on the host
+
+    def begin_scale(self, scale: Scale) -> ScalePlan:
+        self._read()
+        needs = frozenset({"attention_entropy"}) if scale.index < len(self.context.schedule) - 1 else frozenset()
+        return dataclasses.replace(super().begin_scale(scale), needs=needs)
+
+    def _read(self) -> None:
+        for scale, images, rho in self.pending:
+            for image, value in zip(images, rho.tolist(), strict=True):
+                self.rho[image, scale.index + 1] = value
+                if self.depth_scale[image] is None and value >= self.method.tau:
+                    self.depth_scale[image] = scale.index + 1
+        self.pending.clear()
+
+    def _first(self, image: int) -> int | None:
+        """The first reduced scale, from 1: after D, and after layers were told apart."""
+        if not self.method.scale_stage:
+            return self.landmark + 2
+        d = self.depth_scale[image]
+        return None if d is None else max(d, self.landmark + 1) + 1
+
+    def _active(self, image: int, scale: Scale) -> bool:
+        first = self._first(image)
+        return first is not None and scale.index + 1 >= first and image in self.kinds
+
+    # Inside a scale, on the device
+
+    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
+        rows, scale = stats.rows, stats.scale
+        active = [self._active(image, scale) for image in rows.which]
+        if not any(active):
+            return None
+        m, n = self.method, scale.tokens
+        tendency = self._entropy(layer, stats)
+        tendency = tendency / tendency.mean(1, keepdim=True)
+        if not m.token_stage:
+            tendency = torch.ones_like(tendency)
+        if m.layer_stage:
+            kinds = torch.stack([self.kinds[i][layer] if i in self.kinds else x.new_ones(()) for i in rows.which])
+            tendency = tendency * kinds[:, None]
+        tendency = tendency * ((scale.index + 1) / len(self.context.schedule))
+        keep = 1 - (m.a_min + (m.a_max - m.a_min) * tendency).clamp(0, 1)
+        count = keep.double().sum(1).round().long().clamp(1, n)
+        count = torch.where(torch.tensor(active, device=x.device), count, n)
+        order = -tendency if m.token_stage else self._fixed_order(n, x.device).expand_as(tendency)
+        chosen = keep_highest(order, count)
+        return Selection(rows.spread(chosen.index), rows.spread(chosen.count))
+
+    def _fixed_order(self, n: int, device: torch.device) -> Tensor:
+        return torch.rand(n, generator=torch.Generator().manual_seed(n)).to(device)
+
+    def _entropy(self, layer: int, stats: Stats) -> Tensor:
+        """Attention entropy of every token, [B, N], as far as it is known before the layer has run."""
+        images, grid = Rows(stats.rows.which, ()), stats.scale.grid
+        source = layer
+        if self.method.entropy_from == "previous_layer" and layer > 0:
+            source = layer - 1
+            if len(stats.attention_entropy) == layer:  # of this very scale; the last scale has only the one before
+                self._store(source, stats)
+        found = self.maps[source].read(images, grid, self.method.restore_mode)
+        assert found is not None, "a reduced scale follows complete ones"
+        return found[..., 0]
+
+    def _store(self, layer: int, stats: Stats) -> None:
+        entropy = stats.attention_entropy[layer][..., None]
+        chosen = stats.chosen[layer]["self"]
+        own = None if chosen is None else Selection(chosen.index[: len(entropy)], chosen.count[: len(entropy)])
+        images = Rows(stats.rows.which, ())
+        store_chosen(self.maps[layer], images, stats.scale.grid, own, entropy, self.method.restore_mode)
+
+    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, features: Tensor, stats: Stats) -> None:
+        if not stats.attention_entropy:
+            return
+        images, scale = Rows(stats.rows.which, ()), stats.scale
+        for layer in range(self.context.depth):
+            self._store(layer, stats)
+        maps = [cache.read(images, scale.grid, "nearest") for cache in self.maps]
+        stacked = torch.stack([m[..., 0] for m in maps if m is not None])  # [depth, B, N]
+        mean = stacked.mean(0)
+        low = (mean < mean.mean(1, keepdim=True)).double().mean(1)
+        self.pending.append((scale, images.which, low))
+        if scale.index == self.landmark:
+            kinds = self._kinds(stacked.transpose(0, 1).unflatten(2, scale.grid))
+            self.kinds.update(dict(zip(images.which, kinds, strict=True)))
+
+    def _kinds(self, maps: Tensor) -> Tensor:
+        """Eq. 4: how far a layer's map [B, depth, h, w] is from having one dominant direction."""
+        if self.method.center:
+            maps = maps - maps.mean((-1, -2), keepdim=True)
+        values = torch.linalg.svdvals(maps.float())
+        first, second = values[..., 0], values[..., 1] if values.shape[-1] > 1 else torch.zeros_like(values[..., 0])
+        ratio = first / second.clamp_min(1e-12)
+        return torch.exp(-self.method.beta * (ratio - 1))
+
+    # For the trace
+
+    def activation(self, image: int) -> Activation:
+        self._read()
+        first = self._first(image)
+        if first is None or first > len(self.context.schedule):
+            return Activation(None, self.depth_scale[image], "never")
+        return Activation(first, self.depth_scale[image], "inflection" if self.method.scale_stage else "fixed")
+
+    def decision(self, image: int, scale: Scale) -> Decision:
+        return Decision()
+
+    def release(self) -> None:
+        super().release()
+        self.maps.clear()
