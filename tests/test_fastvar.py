@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import torch
+import json
 
-from nextscale import FastVAR
+import torch
+from safetensors.torch import load_file
+
+from conftest import DATA
+from nextscale import FastVAR, Pipeline
+from nextscale.checkpoints.files import open_states
+from nextscale.checkpoints.pretrained import official_part
 from nextscale.methods.base import Context, Stats
 from nextscale.methods.fastvar import FastVARPolicy
 from nextscale.methods.selection import Selection
+from nextscale.models.registry import Defaults, ModelSpec
 from nextscale.run import Rows
 from nextscale.sampling import Sampling
 from nextscale.schedule import Schedule, infinity_schedule
+from nextscale.testing import randomise
+from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
+
+CASE = DATA / "fastvar"
 
 
 def policy_for(schedule: Schedule, method: FastVAR, depth: int = 32) -> FastVARPolicy:
@@ -68,3 +79,38 @@ def test_tokens_far_from_the_mean_stay_and_the_rest_gets_the_cached_increment() 
     mask = chosen.mask(pruned.tokens)[0]
     assert (out[0, mask] == -1).all()
     assert torch.equal(out[0, ~mask], filled[0, ~mask])
+
+
+def test_the_public_code() -> None:
+    """A recorded run of the public FastVAR code for Infinity: 32 tiny layers, 13 scales, one guided greedy picture."""
+    recorded, io = json.loads((CASE / "recorded.json").read_text()), load_file(CASE / "io.safetensors")
+    part = official_part(open_states(CASE / "state.safetensors"), ("infinity",))
+    tokenizer = BSQTokenizer(BSQConfig(8, channels=32, multipliers=(1, 1), residual_blocks=1))
+    randomise(tokenizer)  # nothing is decoded here
+    spec = ModelSpec("recorded", "infinity", part.config, tokenizer.config, Defaults(3.0), "", "", ())
+    pipe = Pipeline(part.build(torch.float32, "cpu"), tokenizer, spec, progress_bar=False)
+    logits = {}
+    out = pipe(
+        prompt_embeds=[io["greedy.text_features"]],
+        method=FastVAR(),
+        greedy=True,
+        guidance_scale=recorded["runs"]["greedy"]["cfg_list"],
+        pixel_budget="1M",
+        seed=0,
+        output_type="latent",
+        callback_on_scale_end=lambda e: logits.update({e.scale.index: e.logits}),
+    )
+    for k in range(13):
+        theirs = io.get(f"greedy.bits.{k}")
+        assert (out.tokens[k] == -1).all() if theirs is None else torch.equal(out.tokens[k], theirs.int())
+    compared = 0
+    for name, cells in io.items():
+        if name.startswith("kept."):
+            _, k, layer, group = name.split(".")
+            for row in range(2):
+                ours = out.trace.kept(0, int(k) + 1, int(layer) + 1, group, row).flatten().nonzero()[0]
+                assert ours.tolist() == cells[row].tolist(), name
+                compared += 1
+    assert compared == 2 * 3 * 3 * 2  # scales, layers, sub-layers, rows
+    assert (logits[10] - io["greedy.logits.10"]).abs().max() < 1e-4
+    assert (out.images - io["greedy.f_hat.10"]).abs().max() < 1e-4

@@ -9,13 +9,28 @@ import jsonschema
 import pytest
 import torch
 
-from conftest import ask, same_tokens
-from nextscale import NOVA, Compose, DropGuidance, FastVAR, RandomSelection, SparseVAR, ToProVAR, Truncate, loop
+from conftest import DATA, ask, same_tokens
+from nextscale import (
+    NOVA,
+    Compose,
+    DropGuidance,
+    FastVAR,
+    RandomSelection,
+    SkipVAR,
+    SparseVAR,
+    ToProVAR,
+    Truncate,
+    loop,
+)
 from nextscale.errors import NextscaleError
 from nextscale.methods import METHODS as REGISTERED
 from nextscale.methods import from_dict, tables
 
+# A decision like those that SkipVAR fits, for pictures of tiny models.
+DECISION = str(DATA / "skipvar_decision.json")
 METHODS = {
+    "skipvar": SkipVAR(DECISION, at=0.5),
+    "skipvar and nova": SkipVAR(DECISION, at=0.5) + NOVA(t_est=2, alpha=0.0),
     "nova": NOVA(t_est=2, alpha=0.0),
     "nova, previous": NOVA(t_est=2, alpha=0.0, probe="previous"),
     "nova, lens": NOVA(t_est=2, alpha=0.0, probe="lens"),

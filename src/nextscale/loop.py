@@ -81,11 +81,12 @@ def generate(
         on_logits = weight if 0 in sampling.guidance_layers else 1.0
         logits = combine(raw.mul(1 / sampling.temperature[scale.index]), rows.images, rows.guided, on_logits)
         run.require_finite(raw, logits, scale, backbone)
-        policy.end_scale(x, raw, logits, features, stats)
+        policy.end_scale(x, raw, logits, stats)
         target = forced[scale.index][list(rows.which)] if scale.index < len(forced) else None
         drawn = sample(logits, scale, sampling, draws, rows.which, tokenizer, target)
         codes = drawn.codes if cell_weight is None else drawn.codes * cell_weight[..., None]
         run.store(rows, scale, tokenizer.add(features, codes, scale, schedule), drawn.tokens)
+        policy.added(run.features, stats)
         trace.ran(stats, state)
         decode = partial(tokenizer.decode, run.features)
         answer = on_scale_end(ScaleEnd(scale, rows.which, run.features, drawn.tokens, logits, raw, x, decode))

@@ -11,12 +11,13 @@ from nextscale.methods.drop_guidance import DropGuidance
 from nextscale.methods.fastvar import FastVAR
 from nextscale.methods.nova import NOVA
 from nextscale.methods.random_selection import RandomSelection
+from nextscale.methods.skipvar import SkipVAR
 from nextscale.methods.sparsevar import SparseVAR
 from nextscale.methods.toprovar import ToProVAR
 from nextscale.methods.truncate import Truncate
 
 METHODS: dict[str, type[Method]] = {
-    m.name: m for m in (NOVA, ToProVAR, SparseVAR, FastVAR, DropGuidance, Truncate, RandomSelection)
+    m.name: m for m in (NOVA, ToProVAR, SparseVAR, FastVAR, SkipVAR, DropGuidance, Truncate, RandomSelection)
 }
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "FastVAR",
     "Method",
     "RandomSelection",
+    "SkipVAR",
     "SparseVAR",
     "ToProVAR",
     "Truncate",

@@ -119,8 +119,11 @@ class Policy:
         """Last word on the hidden state; a weight [B, N] of 0 makes a cell add nothing."""
         return x, None
 
-    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, features: Tensor, stats: Stats) -> None:
-        """See what came out: x [R, N, C], logits of every row, guided logits, and the maps before this scale."""
+    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
+        """See what came out: x [R, N, C], the logits of every row, and the guided logits."""
+
+    def added(self, features: Tensor, stats: Stats) -> None:
+        """See the maps of all images with this scale's codes in them; `context.decode` makes pictures of them."""
 
     def activation(self, image: int) -> Activation:
         """For the trace."""

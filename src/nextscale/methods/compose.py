@@ -72,9 +72,13 @@ class ComposedPolicy(Policy):
     def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
         return self.selecting.complete(x, stats)
 
-    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, features: Tensor, stats: Stats) -> None:
+    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         for policy in self.policies:
-            policy.end_scale(x, raw, logits, features, stats)
+            policy.end_scale(x, raw, logits, stats)
+
+    def added(self, features: Tensor, stats: Stats) -> None:
+        for policy in self.policies:
+            policy.added(features, stats)
 
     def activation(self, image: int) -> Activation:
         """That of the first part which has one: methods that select tokens come first."""

@@ -203,7 +203,7 @@ class NOVAPolicy(CachedPolicy):
             self.moved[layer].store(Rows(stats.rows.which, ()), stats.scale.grid, change)
         return filled
 
-    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, features: Tensor, stats: Stats) -> None:
+    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         m, rows, scale = self.method, stats.rows, stats.scale
         seen = logits if m.entropy_of == "guided" else raw[: rows.images]
         entropy = token_entropy(seen, m.unit)

@@ -117,7 +117,7 @@ class SparseVARPolicy(Policy):
         x = gather(x, Selection(stats.rows.spread(source), torch.full((len(x),), source.shape[1], device=x.device)))
         return x, (self.keep | copied).to(x.dtype)
 
-    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, features: Tensor, stats: Stats) -> None:
+    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         scale: Scale = stats.scale
         if self.first - 1 <= scale.index < len(self.context.schedule) - 1:
             self.logits.store(Rows(stats.rows.which, ()), scale.grid, raw[: stats.rows.images].flatten(2))

@@ -134,7 +134,7 @@ class ToProVARPolicy(CachedPolicy):
         images = Rows(stats.rows.which, ())
         store_chosen(self.maps[layer], images, stats.scale.grid, own, entropy, self.method.restore_mode)
 
-    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, features: Tensor, stats: Stats) -> None:
+    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         if not stats.attention_entropy:
             return
         images, scale = Rows(stats.rows.which, ()), stats.scale
