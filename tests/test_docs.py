@@ -12,7 +12,7 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("name", ["add-a-model.md"])
+@pytest.mark.parametrize("name", ["add-a-model.md", "add-a-method.md"])
 def test_code_of_a_page(name: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
     assert blocks
