@@ -9,6 +9,7 @@ from conftest import BUNDLED, ask, same_tokens
 from nextscale.testing import tiny_infinity, tiny_var
 from nextscale.verify import verify
 from test_loop import test_ragged_selections_in_a_batch_equal_single_runs as check_ragged
+from test_methods import METHODS
 
 # In float32, torch lets convolutions round to TF32 unless told otherwise.
 torch.backends.cudnn.allow_tf32 = False
@@ -39,6 +40,19 @@ def test_logits_of_cpu_and_gpu(make, dtype: str) -> None:
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_plan_per_image(make) -> None:
     check_ragged(make().to("cuda"))
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("name", METHODS)
+def test_methods(make, name: str) -> None:
+    """On the GPU a batch is still its single runs, and the CPU decides the same from the same random numbers."""
+    pipe, method = make().to("cuda"), METHODS[name]
+    batch = ask(pipe, 2, method=method)
+    single = ask(pipe, 1, first=1, method=method)
+    agree = [torch.equal(b[1:], s) for b, s in zip(batch.tokens, single.tokens, strict=True)]
+    there = [i["tokens_computed"] for i in batch.trace.to_dict()["images"]]
+    assert there[1] == single.trace.to_dict()["images"][0]["tokens_computed"]
+    assert all(agree)
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
