@@ -9,7 +9,7 @@ CASE   := tests/data/var_shared_adaln
 # The stamp is newer than what it was made from, or the environment is made again.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,calibrate]'
 	touch $@
 
 demo: $(VENV)/.ready

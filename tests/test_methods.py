@@ -19,6 +19,7 @@ from nextscale import (
     SparseVAR,
     ToProVAR,
     Truncate,
+    draws,
     loop,
 )
 from nextscale.errors import NextscaleError
@@ -118,6 +119,25 @@ def test_3_a_batch_equals_single_runs(model, method) -> None:
         alone = single.trace.to_dict()["images"][0]
         assert alone["tokens_computed"] == traced[i]["tokens_computed"]
         assert alone["activation"]["star"] == traced[i]["activation"]["star"]
+
+
+def test_4_the_same_random_numbers_with_and_without(model, method, monkeypatch) -> None:
+    pipe, size = model
+    drawn: list[dict] = []
+
+    class Noting(draws.PerImageDraws):
+        def _exponential(self, like, scale, images, stream):
+            noise = super()._exponential(like, scale, images, stream)
+            drawn[-1].update({(scale, image): noise[row] for row, image in enumerate(images)})
+            return noise
+
+    monkeypatch.setattr(draws, "PerImageDraws", Noting)
+    for m in (None, method):
+        drawn.append({})
+        ask(pipe, 2, method=m, **size)
+    plain, reduced = drawn
+    assert reduced
+    assert all(torch.equal(plain[key], noise) for key, noise in reduced.items())
 
 
 @pytest.mark.parametrize("name", ["var", "infinity"])

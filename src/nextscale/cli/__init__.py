@@ -8,6 +8,7 @@ import sys
 import torch
 import typer
 
+from nextscale.cli.calibrate import app as calibrate
 from nextscale.cli.convert import convert
 from nextscale.cli.generate import generate
 from nextscale.cli.info import env, methods, models
@@ -20,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(calibrate, name="calibrate")
 for command in (generate, models, methods, env, verify, convert):
     app.command()(command)
 

@@ -58,7 +58,7 @@ class ToProVARPolicy(CachedPolicy):
         super().__init__(context, "residual", method.restore_mode, after=self.landmark)
         self.method = method
         self.maps = [TokenCache() for _ in range(context.depth)]  # attention entropy per layer, conditional rows
-        self.kinds: dict[int, Tensor] = {}  # per image [depth]: 1 = detail layer, 0 = global
+        self.dominance: dict[int, Tensor] = {}  # per image [depth]: first over second singular value of the map
         self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
         self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []
         self.rho: dict[tuple[int, int], float] = {}  # image, scale
@@ -87,7 +87,7 @@ class ToProVARPolicy(CachedPolicy):
 
     def _active(self, image: int, scale: Scale) -> bool:
         first = self._first(image)
-        return first is not None and scale.index + 1 >= first and image in self.kinds
+        return first is not None and scale.index + 1 >= first and image in self.dominance
 
     # Inside a scale, on the device
 
@@ -102,8 +102,10 @@ class ToProVARPolicy(CachedPolicy):
         if not m.token_stage:
             tendency = torch.ones_like(tendency)
         if m.layer_stage:
-            kinds = torch.stack([self.kinds[i][layer] if i in self.kinds else x.new_ones(()) for i in rows.which])
-            tendency = tendency * kinds[:, None]
+            ones = x.new_ones(self.context.depth)
+            dominance = torch.stack([self.dominance.get(i, ones)[layer] for i in rows.which])
+            # Eq. 4: 1 = a detail layer, which is thinned; 0 = a global one, whose map has one dominant direction.
+            tendency = tendency * torch.exp(-m.beta * (dominance - 1))[:, None]
         tendency = tendency * ((scale.index + 1) / len(self.context.schedule))
         keep = 1 - (m.a_min + (m.a_max - m.a_min) * tendency).clamp(0, 1)
         count = keep.double().sum(1).round().long().clamp(1, n)
@@ -146,17 +148,16 @@ class ToProVARPolicy(CachedPolicy):
         low = (mean < mean.mean(1, keepdim=True)).double().mean(1)
         self.pending.append((scale, images.which, low))
         if scale.index == self.landmark:
-            kinds = self._kinds(stacked.transpose(0, 1).unflatten(2, scale.grid))
-            self.kinds.update(dict(zip(images.which, kinds, strict=True)))
+            dominance = self._dominance(stacked.transpose(0, 1).unflatten(2, scale.grid))
+            self.dominance.update(dict(zip(images.which, dominance, strict=True)))
 
-    def _kinds(self, maps: Tensor) -> Tensor:
-        """Eq. 4: how far a layer's map [B, depth, h, w] is from having one dominant direction."""
+    def _dominance(self, maps: Tensor) -> Tensor:
+        """Maps [B, depth, h, w] -> first over second singular value, [B, depth]."""
         if self.method.center:
             maps = maps - maps.mean((-1, -2), keepdim=True)
         values = torch.linalg.svdvals(maps.float())
         first, second = values[..., 0], values[..., 1] if values.shape[-1] > 1 else torch.zeros_like(values[..., 0])
-        ratio = first / second.clamp_min(1e-12)
-        return torch.exp(-self.method.beta * (ratio - 1))
+        return first / second.clamp_min(1e-12)
 
     # For the trace
 
