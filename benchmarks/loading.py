@@ -1,6 +1,6 @@
 """Peak memory while loading checkpoints of the real formats and sizes, measured in a fresh process.
 
-    python benchmarks/loading.py [--keep FOLDER]
+    python benchmarks/loading.py [--large] [--keep FOLDER]
 
 Writes random weights under the official file and key names (VAR-d16 as one `.pth`, a 16-layer Infinity as sharded
 safetensors), loads each in a subprocess, reads every weight once, and prints the largest resident set beside the
@@ -68,11 +68,21 @@ def size_of(path: Path) -> int:
     return sum(f.stat().st_size for f in path.rglob("*")) if path.is_dir() else path.stat().st_size
 
 
-def measure(folder: Path) -> bool:
+def write_large(folder: Path) -> tuple[Path, Path]:
+    weights, vae = folder / "infinity_2b_reg.pth", folder / "infinity_vae_d32reg.pth"
+    torch.save(random_state("infinity_2b"), weights)
+    torch.save({"vae": random_state("infinity_vae_d32")}, vae)
+    return weights, vae
+
+
+def measure(folder: Path, large: bool) -> bool:
     print(f"torch {torch.__version__}, CPU, one fresh process per line")
     print("format       dtype      files     peak RSS  over the files  allowed  load")
     fine = True
-    for name, write in (("flat .pth", write_pth), ("shards", write_shards)):
+    writers = {"flat .pth": write_pth, "shards": write_shards}
+    if large:
+        writers = {"2B .pth": write_large}
+    for name, write in writers.items():
         weights, vae = write(folder)
         size = size_of(weights) + size_of(vae)
         assert size > GIB
@@ -93,11 +103,12 @@ def measure(folder: Path) -> bool:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", type=Path, help="write the files here and leave them")
+    parser.add_argument("--large", action="store_true", help="instead, Infinity-2B at its full 8.2 GiB")
     arguments = parser.parse_args()
     if arguments.keep:
         arguments.keep.mkdir(parents=True, exist_ok=True)
-        ok = measure(arguments.keep)
+        ok = measure(arguments.keep, arguments.large)
     else:
         with tempfile.TemporaryDirectory() as scratch:
-            ok = measure(Path(scratch))
+            ok = measure(Path(scratch), arguments.large)
     sys.exit(0 if ok else 1)

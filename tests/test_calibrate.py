@@ -10,7 +10,8 @@ import torch
 
 import files
 from files import VAR_CASE
-from nextscale import SkipVAR, ToProVAR
+from nextscale import NOVA, SkipVAR, SparseVAR, ToProVAR
+from nextscale.calibrate.shares import measure_shares
 from nextscale.calibrate.skipvar import calibrate_skipvar
 from nextscale.calibrate.toprovar import calibrate_toprovar
 from nextscale.errors import NextscaleError
@@ -64,6 +65,22 @@ def test_skipvar(var, tmp_path: Path) -> None:
     if any(kept) and not all(kept):
         score = ssim(out.images, complete, span=1.0)
         assert score[torch.tensor(kept)].mean() > score[~torch.tensor(kept)].mean()
+
+
+def test_shares_become_a_table(var, tmp_path: Path) -> None:
+    table = measure_shares(var, LABELS, SparseVAR(start_scale=0.7, tau=0.97, anchor=2))
+    path = tmp_path / "shares.json"
+    path.write_text(json.dumps(table))
+    entries = dict(map(tuple, table["entries"]))
+    assert min(entries) == 6 / 8
+    assert all(0 < share < 1 for share in entries.values())
+    nova = NOVA(t_est=2, alpha=0.0, scale_linkage=False, layer_linkage=False, scale_table=str(path))
+    image = var(3, seed=0, method=nova).trace.to_dict()["images"][0]
+    assert [e["ratio"] for e in image["scales"][5:]] == pytest.approx([entries[t / 8] for t in (6, 7, 8)])
+    for text in ("{", '{"entries": [[2, 0.5]]}', '{"entries": []}'):
+        path.write_text(text)
+        with pytest.raises(NextscaleError, match="not a scale table"):
+            NOVA(scale_table=str(path))
 
 
 def test_commands(tmp_path: Path, monkeypatch, capsys) -> None:

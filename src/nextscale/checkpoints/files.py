@@ -11,6 +11,7 @@ import json
 import pickle
 import pickletools
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,12 +148,14 @@ def open_states(path: Path) -> list[StateFile]:
 def load_pickle(path: Path) -> Any:
     """A `.pth` file, mapped. Only tensors and plain containers: code in a pickle is refused, never run."""
     try:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap can only be used with files saved with" not in str(error):
-                raise
-            return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about other pickle protocols: an error says it better
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as error:
+                if "mmap can only be used with files saved with" not in str(error):
+                    raise
+                return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     except pickle.UnpicklingError as error:
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             raise _has_code(path, found.group(1)) from None

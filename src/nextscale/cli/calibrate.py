@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nextscale.cli.options import Model, Vae, Weights, default_device, default_dtype, source_of
+from nextscale.cli.options import Model, Vae, Weights, default_device, default_dtype, method_of, source_of
 from nextscale.errors import NextscaleError
 
 app = typer.Typer(help="Fit a method's settings to a model.", no_args_is_help=True)
@@ -49,6 +49,25 @@ def skipvar(
     from nextscale.calibrate.skipvar import calibrate_skipvar
 
     _run(calibrate_skipvar, prompts, out, model, weights, vae, device, target=target, guidance_scale=guidance_scale)
+
+
+@app.command()
+def shares(
+    prompts: Prompts,
+    out: Out,
+    method: Annotated[str, typer.Option(help="The method to measure.")] = "sparsevar",
+    set_: Annotated[list[str], typer.Option("--set", help="field=value of the method, repeatable.")] = [],  # noqa: B006
+    model: Model = None,
+    weights: Weights = None,
+    vae: Vae = None,
+    guidance_scale: Guidance = None,
+    device: Device = None,
+) -> None:
+    """The share of tokens that a method drops at each scale, as a table for NOVA(scale_linkage=False)."""
+    from nextscale.calibrate.shares import measure_shares
+
+    measured = method_of(method, None, set_)
+    _run(measure_shares, prompts, out, model, weights, vae, device, method=measured, guidance_scale=guidance_scale)
 
 
 def _run(

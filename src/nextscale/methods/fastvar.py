@@ -12,7 +12,7 @@ from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Group, Method, Policy, ScalePlan, Stats
 from nextscale.methods.residual import TokenCache
 from nextscale.methods.selection import Selection, keep_highest, scatter
-from nextscale.methods.tables import relative_ratio
+from nextscale.methods.tables import read_table, relative_ratio
 from nextscale.schedule import Scale
 
 
@@ -36,7 +36,7 @@ class FastVAR(Method):
         self.require("first_layer", 0, 1)
         self.require("last_layer", 0, 1)
         self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
-        relative_ratio(self.scale_table, 1.0)
+        read_table(self.scale_table)
 
     def start(self, context: Context) -> Policy:
         policy = FastVARPolicy(context, self)
@@ -52,7 +52,8 @@ class FastVARPolicy(Policy):
         super().__init__(context)
         self.method = method
         scales = len(context.schedule)
-        self.ratios = [relative_ratio(method.scale_table, (k + 1) / scales) for k in range(scales)]
+        table = read_table(method.scale_table)
+        self.ratios = [relative_ratio(table, (k + 1) / scales) for k in range(scales)]
         self.first = next((k for k, ratio in enumerate(self.ratios) if ratio), scales)  # the first pruned scale
         self.layers = range(round(method.first_layer * context.depth), round(method.last_layer * context.depth))
         self.caches: dict[tuple[int, Group], TokenCache] = {}

@@ -16,7 +16,7 @@ from nextscale.methods.base import Activation, Context, Decision, Group, Method,
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.residual import TokenCache, store_chosen
 from nextscale.methods.selection import Selection, keep_highest
-from nextscale.methods.tables import relative_ratio
+from nextscale.methods.tables import read_table, relative_ratio
 from nextscale.run import Rows
 from nextscale.schedule import Scale
 
@@ -40,7 +40,7 @@ class NOVA(Method):
     tau: float = 0.8  # scales over which the ratio rises
     lam: float = 0.1  # how much a growing entropy lowers the ratio
     scale_linkage: bool = True  # False: the ratio of a scale comes from `scale_table`
-    scale_table: str = "fastvar"
+    scale_table: str = "fastvar"  # a name, or a file of `nextscale calibrate shares`
     layer_linkage: bool = True  # False: every layer has the scale's ratio
     metric: str = "entropy"  # which tokens stay: entropy | attention | mse | random
     cache: str = "residual"  # what fills the holes: residual | feature | zero
@@ -67,7 +67,7 @@ class NOVA(Method):
         self.require_one_of("probe_from_layer", (1, 2))
         self.require_one_of("unit", ("token", "bit"))
         self.require_one_of("entropy_of", ("conditional", "guided"))
-        relative_ratio(self.scale_table, 1.0)
+        read_table(self.scale_table)
 
     def start(self, context: Context) -> Policy:
         if len(context.schedule) < self.t_est + 2:
@@ -83,6 +83,7 @@ class NOVAPolicy(CachedPolicy):
         super().__init__(context, method.cache, method.restore_mode, after=method.t_est)
         self.moved = [TokenCache() for _ in range(context.depth)]  # how much each layer changed a cell, for that metric
         self.method = method
+        self.table = read_table(method.scale_table)
         self.growth = [Growth(method.t_est, method.alpha) for _ in range(context.images)]
         self.attention = [TokenCache() for _ in range(context.depth)]  # attention entropy, for that metric
         self.final = TokenCache()  # entropy of the final prediction, for the probe "previous"
@@ -124,7 +125,7 @@ class NOVAPolicy(CachedPolicy):
             newest = growth.newest(t) or 0.0  # the growth of scale t itself is not known yet
             ratio = 1 / (1 + math.exp(-(t - (growth.star + 1)) / m.tau)) - m.lam * math.tanh(newest)
         else:
-            ratio = relative_ratio(m.scale_table, t / len(self.context.schedule))
+            ratio = relative_ratio(self.table, t / len(self.context.schedule))
         return min(max(ratio, 0.0), MOST)
 
     # Inside a scale, on the device

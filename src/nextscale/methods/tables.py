@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from nextscale.errors import NextscaleError, choices
 
-# Relative scale t / T -> share of tokens dropped.
-TABLES: dict[str, tuple[tuple[float, float], ...]] = {
+Table = tuple[tuple[float, float], ...]  # relative scale t / T -> share of tokens dropped, in order
+
+TABLES: dict[str, Table] = {
     "fastvar": ((10 / 13, 0.4), (11 / 13, 0.5), (12 / 13, 1.0), (1.0, 1.0)),  # Infinity, the last 4 of 13 scales
     "fastvar-hart": ((13 / 14, 0.5), (1.0, 0.75)),  # the last 2 of 14
 }
 
 
-def relative_ratio(table: str, place: float) -> float:
+def read_table(name: str) -> Table:
+    """A table by name, or a file that `nextscale calibrate shares` wrote."""
+    if name in TABLES:
+        return TABLES[name]
+    path = Path(name)
+    if path.suffix != ".json":
+        raise NextscaleError(f"unknown scale table {name!r}; allowed: {choices(TABLES)}, or a .json file")
+    try:
+        entries = tuple((float(place), float(ratio)) for place, ratio in json.loads(path.read_text())["entries"])
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise NextscaleError(f"{path} is not a scale table: {error}") from None
+    if not entries or any(not 0 < place <= 1 or not 0 <= ratio <= 1 for place, ratio in entries):
+        raise NextscaleError(f"{path} is not a scale table: places lie in (0, 1] and ratios in [0, 1]")
+    return tuple(sorted(entries))
+
+
+def relative_ratio(table: Table, place: float) -> float:
     """The ratio of the entry nearest to a relative scale; 0 before the first one."""
-    if table not in TABLES:
-        raise NextscaleError(f"unknown scale table {table!r}; allowed: {choices(TABLES)}")
-    entries = TABLES[table]
-    step = entries[1][0] - entries[0][0]
-    if place < entries[0][0] - step / 2:
+    step = table[1][0] - table[0][0] if len(table) > 1 else 0.1
+    if place < table[0][0] - step / 2:
         return 0.0
-    return min(entries, key=lambda entry: abs(entry[0] - place))[1]
+    return min(table, key=lambda entry: abs(entry[0] - place))[1]
