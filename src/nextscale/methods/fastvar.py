@@ -25,7 +25,7 @@ class FastVAR(Method):
 
     name = "fastvar"
     summary = "Prunes fixed shares at the last scales by distance to the mean, refills from one cached scale."
-    paper = "FastVAR (2025)"
+    paper = "FastVAR"
 
     scale_table: str = "fastvar"  # share dropped by relative scale; 1 = the scale is left out
     first_layer: float = 3 / 32  # layers before this share of the depth are complete

@@ -33,7 +33,7 @@ class NOVA(Method):
 
     name = "nova"
     summary = "Entropy growth starts the reduction, entropy picks the tokens, a residual cache fills the holes."
-    paper = "NOVA (2026), tables 1 to 5"
+    paper = "Adaptive Visual Autoregressive Acceleration via Dual-Linkage Entropy Analysis"
 
     t_est: int = 5  # scales that are never reduced; their growth is the baseline
     alpha: float = 0.5  # share of the baseline growth at which the reduction starts

@@ -48,7 +48,7 @@ class SkipVAR(Method):
 
     name = "skipvar"
     summary = "Decides from two previews how many last scales to leave out, or to run without guidance."
-    paper = "SkipVAR (2025)"
+    paper = "SkipVAR"
 
     decision: str = ""  # file of a fitted decision
     at: float = 10 / 13  # share of the schedule after which it is made

@@ -23,7 +23,7 @@ class SparseVAR(Method):
 
     name = "sparsevar"
     summary = "Excludes low-frequency cells from all later scales and copies them from similar anchor tokens."
-    paper = "SparseVAR (2025)"
+    paper = "Frequency-Aware Autoregressive Modeling for Efficient High-Resolution Image Synthesis"
 
     start_scale: float = 10 / 13  # share of the schedule at which exclusion begins
     tau: float = 0.6  # a cell is low-frequency below this share of the largest change

@@ -23,7 +23,7 @@ class ToProVAR(Method):
 
     name = "toprovar"
     summary = "Attention entropy finds the first scale to reduce, the layers that can be thinned, and the tokens."
-    paper = "ToProVAR (2026)"
+    paper = "ToProVAR: Efficient Visual Autoregressive Modeling via Tri-Dimensional Entropy-Aware Semantic Analysis"
 
     tau: float = 0.5  # the share of low-entropy tokens at which the reduction starts
     beta: float = 1.0  # how fast a dominant singular value makes a layer "global", which keeps its tokens
