@@ -164,7 +164,10 @@ def test_a_pipeline_can_be_moved(var) -> None:
     moved = tiny_var().to("cpu", dtype=torch.bfloat16)
     assert moved.dtype == tiny_var().to(torch.bfloat16).dtype == torch.bfloat16
     assert moved(1, seed=0, output_type="pt").images.isfinite().all()
-    assert same_tokens(ask(moved.to(dtype="float32").__class__(var.backbone, var.tokenizer, var.spec)), ask(var))
+    back = moved.to(dtype="float32")
+    weight, original = back.backbone.blocks[0].mlp.fc1.weight, var.backbone.blocks[0].mlp.fc1.weight
+    assert torch.equal(weight, original.bfloat16().float())
+    assert torch.equal(back.backbone.head_linear.weight, var.backbone.head_linear.weight), "was never rounded"
 
 
 def test_numbers_of_other_libraries(infinity) -> None:
@@ -186,7 +189,7 @@ def test_outputs_are_ordinary_tensors_and_do_not_hold_the_model() -> None:
     del pipe
     gc.collect()
     assert held() is None
-    assert len(repr(out.trace)) < 5000 or "Linear" not in repr(out.trace)
+    assert "Linear" not in repr(out.trace)
 
 
 def test_autocast_of_the_caller_changes_nothing(any_pipe) -> None:

@@ -63,7 +63,7 @@ def generate(
     executor = executor or Eager()
     guided = sampling.guided_until > 0
     state = backbone.begin(condition, schedule, guided)
-    run = Run(backbone, state, tokenizer.blank(images, schedule), schedule, draws, guided)
+    run = Run(backbone, state, tokenizer.blank(images, schedule), schedule, guided)
     run.reserve(policy.expected_tokens())
     inside = [backbone.depth + layer for layer in sampling.guidance_layers if layer < 0]
     for scale in schedule:

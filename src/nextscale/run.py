@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nextscale.draws import Draws
 from nextscale.errors import NextscaleError
 from nextscale.kv import LayerCache
 from nextscale.methods.base import ScalePlan
@@ -50,15 +49,12 @@ class Rows:
 class Run:
     """One call. Rows leave for good when their image stops or is no longer guided."""
 
-    def __init__(
-        self, backbone: Backbone, state: Any, features: Tensor, schedule: Schedule, draws: Draws, guided: bool
-    ) -> None:
+    def __init__(self, backbone: Backbone, state: Any, features: Tensor, schedule: Schedule, guided: bool) -> None:
         images = tuple(range(len(features)))
         self.rows = Rows(images, images if guided else ())
         self.state = state
         self.features = features
         self.schedule = schedule
-        self.draws = draws
         self.stopped_after: list[int | None] = [None] * len(images)
         # Per scale [B, N] or [B, N, d]; -1 where an image did not run.
         shapes = [(len(images), s.tokens, *backbone.token_shape) for s in schedule]

@@ -50,10 +50,6 @@ class StateFile(ABC):
     def __init__(self, path: Path, infos: dict[str, TensorInfo]) -> None:
         self.path, self.infos = path, infos
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {key: info.shape for key, info in self.infos.items()}
-
     @abstractmethod
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """Some tensors, mapped from the file."""

@@ -103,6 +103,7 @@ class NOVAPolicy(CachedPolicy):
         t = scale.index + 1
         self.ratio[t] = [self._ratio(g, t) for g in self.growth]
         self.layer_sum: Tensor | None = None
+        self.scale_ratio: Tensor | None = None  # on the device, from the first layer on
         self.noted[t] = ((), [], [])
         needs = (
             frozenset({"attention_entropy"})
@@ -141,7 +142,9 @@ class NOVAPolicy(CachedPolicy):
         if not any(ratios):
             return None
         entropy, mean = self._layer_entropy(layer, x, stats)
-        ratio = self._layer_ratio(layer, torch.tensor(ratios, dtype=torch.float64, device=x.device), mean)
+        if self.scale_ratio is None:
+            self.scale_ratio = torch.tensor(ratios, dtype=torch.float64, device=x.device)
+        ratio = self._layer_ratio(layer, self.scale_ratio, mean)
         kept = n - (ratio * n).floor().long()
         kept = kept if self.method.allow_empty else kept.clamp_min(1)
         self.noted[t] = (rows.which, [*self.noted[t][1], mean], [*self.noted[t][2], ratio])
