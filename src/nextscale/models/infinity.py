@@ -15,8 +15,8 @@ from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kv import Memory
 from nextscale.models.base import per_row, shared
-from nextscale.models.layers import MLP, Modulation, SelfAttention
-from nextscale.models.modulated import ModulatedBackbone, ModulatedState
+from nextscale.models.layers import Modulation
+from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
 from nextscale.schedule import Grid, Scale, Schedule, Size, infinity_schedule, infinity_schedule_for_size
 
 
@@ -86,15 +86,17 @@ class TextAttention(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
-class InfinityBlock(nn.Module):
+class InfinityBlock(ModulatedBlock):
     def __init__(self, config: InfinityConfig) -> None:
-        super().__init__()
         width = config.width
-        self.attn = SelfAttention(width, config.heads, cosine=True)
+        super().__init__(width, config.heads, config.hidden, cosine=True, eps=config.eps)
         self.cross_norm = nn.LayerNorm(width, eps=config.eps)
         self.cross = TextAttention(width, width, config.heads, config.round_cross_attention)
-        self.mlp = MLP(width, config.hidden)
         self.offset = nn.Parameter(torch.zeros(1, 1, 6, width))
+
+    def ask_text(self, x: Tensor, text_keys: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        """What cross-attention adds."""
+        return self.cross(self.cross_norm(x).to(self.dtype), *text_keys, mask).float()
 
 
 def rotary_table(head_dim: int, schedule: Schedule) -> Tensor:
@@ -167,20 +169,27 @@ class Infinity(ModulatedBackbone):
                 rows.append(self.unconditional[: len(text)] if negative is None else negative.to(self.device))
         return rows
 
-    def read_text(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Pooled condition [R, C], cross-attention memory [R, T, C], its mask [R, 1, 1, T] and lengths [R]."""
+    def pad_text(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The prompts as text [R, T, text_dim], lengths [R] and mask [R, 1, 1, T] (None if no row is padded)."""
         rows = self.text_rows(condition, guided)
         lengths = torch.tensor([len(t) for t in rows], device=self.device)
         text = nn.utils.rnn.pad_sequence([t.float() for t in rows], batch_first=True)
         mask = None
-        if (lengths != lengths[0]).any():
+        if len({len(t) for t in rows}) > 1:
             mask = (torch.arange(text.shape[1], device=self.device) < lengths[:, None])[:, None, None]
+        return text, lengths, mask
+
+    def read_text(self, text: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Pooled condition [R, C] and what cross-attention reads, [R, T, C]."""
         text = text * torch.rsqrt(text.square().mean(-1, keepdim=True) + self.config.eps) * self.text_norm
-        condition_vector = self.text_pool(None, *self.text_pool.keys(text), mask).squeeze(1).float()
-        return condition_vector, self.text_proj(text.to(self.dtype)), mask, lengths
+        pooled = self.text_pool(None, *self.text_pool.keys(text), mask).squeeze(1).float()
+        return pooled, self.text_proj(text.to(self.dtype))
 
     def begin(self, condition: TextCondition, schedule: Schedule, guided: bool) -> InfinityState:
-        c, memory, mask, lengths = self.read_text(condition, guided)
+        return self.begin_padded(*self.pad_text(condition, guided), schedule)
+
+    def begin_padded(self, text: Tensor, lengths: Tensor, mask: Tensor | None, schedule: Schedule) -> InfinityState:
+        c, memory = self.read_text(text, mask)
         shared = self.shared_modulation(c)
         return InfinityState(
             text_lengths=lengths,
@@ -214,9 +223,7 @@ class Infinity(ModulatedBackbone):
     ) -> Tensor:
         if part != "cross":
             return super().compute(state, layer, part, x, positions, memory, count)
-        block = self.blocks[layer]
-        h = block.cross_norm(x).to(self.dtype)
-        return block.cross(h, *state.text_keys[layer], state.text_mask).float()
+        return self.blocks[layer].ask_text(x, state.text_keys[layer], state.text_mask)
 
     def schedule(self, size: Size, stride: int) -> Schedule:
         if size.height is None and size.width is None:

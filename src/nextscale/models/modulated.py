@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nextscale.kv import Memory
 from nextscale.models.base import Backbone, State, per_row
-from nextscale.models.layers import modulated_norm
+from nextscale.models.layers import MLP, SelfAttention, modulated_norm
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,33 @@ class ModulatedState(State):
     head_modulation: Tensor = per_row()  # [R, 1, 2, C]
 
 
+class ModulatedBlock(nn.Module):
+    """Self-attention and MLP. It is given its layer's part of the state, so that one compiled function fits all."""
+
+    def __init__(self, width: int, heads: int, hidden: int, cosine: bool, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.attn = SelfAttention(width, heads, cosine)
+        self.mlp = MLP(width, hidden)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.mlp.fc1.weight.dtype
+
+    def part(
+        self, name: str, x: Tensor, modulation: Tensor, positions: Tensor | None, memory: Memory, count: Tensor | None
+    ) -> Tensor:
+        """What the part adds to x [R, K, C], after its gate; modulation is [R, 1, 6, C]."""
+        gamma1, gamma2, scale1, scale2, shift1, shift2 = modulation.unbind(2)
+        if name == "self":
+            h = modulated_norm(x, scale1, shift1, self.eps).to(self.dtype)
+            return self.attn(h, positions, memory, count).mul(gamma1)
+        h = modulated_norm(x, scale2, shift2, self.eps).to(self.dtype)
+        return self.mlp(h).mul(gamma2)
+
+
 class ModulatedBackbone(Backbone):
-    blocks: Any  # each with `attn` and `mlp`
+    blocks: Any  # of ModulatedBlock
     word_embed: Any
     head_linear: Any
 
@@ -39,13 +64,7 @@ class ModulatedBackbone(Backbone):
         memory: Memory,
         count: Tensor | None = None,
     ) -> Tensor:
-        block = self.blocks[layer]
-        gamma1, gamma2, scale1, scale2, shift1, shift2 = state.modulation[layer].unbind(2)
-        if part == "self":
-            h = modulated_norm(x, scale1, shift1, self.config.eps).to(self.dtype)
-            return block.attn(h, positions, memory, count).mul(gamma1)
-        h = modulated_norm(x, scale2, shift2, self.config.eps).to(self.dtype)
-        return block.mlp(h).mul(gamma2)
+        return self.blocks[layer].part(part, x, state.modulation[layer], positions, memory, count)
 
     def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         scale, shift = state.head_modulation[: len(x)].unbind(2)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from nextscale.errors import NextscaleError
 from nextscale.guidance import ramp
-from nextscale.models.layers import MLP, Modulation, SelfAttention
-from nextscale.models.modulated import ModulatedBackbone, ModulatedState
+from nextscale.models.layers import Modulation
+from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
 from nextscale.schedule import Scale, Schedule, Size
 
 
@@ -30,11 +30,9 @@ class VARConfig:
     eps: float = 1e-6
 
 
-class VARBlock(nn.Module):
+class VARBlock(ModulatedBlock):
     def __init__(self, config: VARConfig) -> None:
-        super().__init__()
-        self.attn = SelfAttention(config.width, config.heads, config.cosine_attention)
-        self.mlp = MLP(config.width, config.hidden)
+        super().__init__(config.width, config.heads, config.hidden, config.cosine_attention, config.eps)
         if config.shared_modulation:
             self.offset = nn.Parameter(torch.zeros(1, 1, 6, config.width))
         else:

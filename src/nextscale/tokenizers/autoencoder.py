@@ -96,11 +96,16 @@ class Middle(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, ch: int, multipliers: Sequence[int], z: int, blocks: int, attention: bool) -> None:
+    """`fold`: squares of so many pixels become channels before the first level, which saves its full-size maps."""
+
+    def __init__(
+        self, ch: int, multipliers: Sequence[int], z: int, blocks: int, attention: bool, fold: int = 1
+    ) -> None:
         super().__init__()
         widths = [ch * m for m in multipliers]
         last = len(widths) - 1
-        self.conv_in = nn.Conv2d(3, ch, 3, padding=1)
+        self.fold = fold
+        self.conv_in = nn.Conv2d(3 * fold**2, ch, 3, padding=1)
         self.down = nn.ModuleList(
             Level(before, width, blocks, attention and i == last)
             for i, (before, width) in enumerate(zip([ch, *widths[:-1]], widths, strict=True))
@@ -112,17 +117,20 @@ class Encoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[-1], z, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
+        x = self.conv_in(F.pixel_unshuffle(x, self.fold))
         for level in self.down:
             x = level(x)
         return self.conv_out(F.silu(self.norm_out(self.mid(x))))
 
 
 class Decoder(nn.Module):
-    def __init__(self, ch: int, multipliers: Sequence[int], z: int, blocks: int, attention: bool) -> None:
+    def __init__(
+        self, ch: int, multipliers: Sequence[int], z: int, blocks: int, attention: bool, fold: int = 1
+    ) -> None:
         super().__init__()
         widths = [ch * m for m in multipliers]
         last = len(widths) - 1
+        self.fold = fold
         self.conv_in = nn.Conv2d(z, widths[-1], 3, padding=1)
         self.mid = Middle(widths[-1], attention)
         # up.0 is the full resolution, so the levels run backwards; one block more than the encoder has.
@@ -133,10 +141,10 @@ class Decoder(nn.Module):
         for level, width in zip(self.up[1:], widths[1:], strict=True):
             level.upsample = Upsample(width)
         self.norm_out = group_norm(widths[0])
-        self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
+        self.conv_out = nn.Conv2d(widths[0], 3 * fold**2, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.mid(self.conv_in(z))
         for level in reversed(self.up):
             x = level(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
+        return F.pixel_shuffle(self.conv_out(F.silu(self.norm_out(x))), self.fold)

@@ -21,6 +21,7 @@ class BSQConfig:
     multipliers: tuple[int, ...] = (1, 2, 4, 4, 4)
     residual_blocks: int = 2
     patchify: bool = False  # a token holds 2 x 2 cells of the latent map (Infinity-8B)
+    fold: int = 1  # pixels per side that enter and leave the autoencoder as channels (the embedded model: 2)
 
 
 class BSQTokenizer(ImageTokenizer):
@@ -28,8 +29,8 @@ class BSQTokenizer(ImageTokenizer):
         super().__init__()
         self.config = config
         self.patch = 2 if config.patchify else 1  # latent cells per token side
-        self.stride = 2 ** (len(config.multipliers) - 1) * self.patch
-        shape = (config.channels, config.multipliers, config.code_dim, config.residual_blocks, False)
+        self.stride = 2 ** (len(config.multipliers) - 1) * self.patch * config.fold
+        shape = (config.channels, config.multipliers, config.code_dim, config.residual_blocks, False, config.fold)
         self.encoder = Encoder(*shape)
         self.decoder = Decoder(*shape)
 
