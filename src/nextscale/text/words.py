@@ -1,0 +1,199 @@
+"""The embedded model's text encoder: a closed vocabulary of phrases and a small transformer over them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nextscale.errors import NextscaleError
+
+logger = logging.getLogger(__name__)
+
+END = 0  # closes every prompt, so that none is empty
+KINDS = ("objects", "shapes", "colours", "styles", "counts", "relations", "backgrounds", "filler")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One token: a name and other ways to say the same."""
+
+    token: int
+    kind: str
+    name: str
+    also: tuple[str, ...]
+
+    @property
+    def phrases(self) -> tuple[str, ...]:
+        return (self.name, *self.also)
+
+
+class Lexicon:
+    """Phrases to tokens, the longest first: "teddy bear" is one thing, and "to the left of" one relation."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        """`content` has a list of {"name", "also"} per kind; filler words are read and mean nothing."""
+        self.entries: list[Entry] = []
+        self.phrases: dict[tuple[str, ...], Entry] = {}
+        for kind in KINDS:
+            for item in content[kind]:
+                also = tuple(item.get("also", ()))
+                entry = Entry(-1 if kind == "filler" else len(self.entries) + 1, kind, item["name"], also)
+                if kind != "filler":
+                    self.entries.append(entry)
+                for phrase in entry.phrases:
+                    key = tuple(split(phrase))
+                    if self.phrases.setdefault(key, entry) is not entry:
+                        raise NextscaleError(f"the vocabulary has {phrase!r} twice")
+        self.longest = max(map(len, self.phrases))
+        self.words = sorted({word for phrase in self.phrases for word in phrase})
+
+    @classmethod
+    def read(cls, path: Path) -> Lexicon:
+        try:
+            return cls(json.loads(path.read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NextscaleError(f"{path} is not a vocabulary: {error}") from None
+
+    def __len__(self) -> int:
+        """Tokens, the closing one included."""
+        return len(self.entries) + 1
+
+    def of_kind(self, kind: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry.kind == kind]
+
+    def parse(self, prompt: str) -> tuple[list[int], list[str]]:
+        """Tokens of a prompt (the closing one included) and the words that it does not know."""
+        words = split(prompt)
+        tokens: list[int] = []
+        unknown: list[str] = []
+        place = 0
+        while place < len(words):
+            for length in range(min(self.longest, len(words) - place), 0, -1):
+                entry = self.find(words[place : place + length])
+                if entry is not None:
+                    if entry.kind != "filler":
+                        tokens.append(entry.token)
+                    place += length
+                    break
+            else:
+                unknown.append(words[place])
+                place += 1
+        return [*tokens, END], unknown
+
+    def find(self, words: Sequence[str]) -> Entry | None:
+        *before, last = words
+        stems = [last, *(last[: -len(end)] for end in ("s", "es") if last.endswith(end) and len(last) > 3)]
+        return next((self.phrases[key] for stem in stems if (key := (*before, stem)) in self.phrases), None)
+
+    def near(self, word: str) -> list[str]:
+        """Known words that are spelled alike."""
+        return difflib.get_close_matches(word, self.words, n=3, cutoff=0.6)
+
+    def explain(self, unknown: Sequence[str]) -> str:
+        """ "'foks' (perhaps fox), 'qwerty'" """
+        parts = []
+        for word in dict.fromkeys(unknown):
+            near = self.near(word)
+            parts.append(repr(word) + (f" (perhaps {' or '.join(near)})" if near else ""))
+        return ", ".join(parts)
+
+
+def split(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+(?:'[a-z]+)?", text.lower().replace("-", " ").replace("’", "'"))
+
+
+@dataclass(frozen=True)
+class WordsConfig:
+    tokens: int
+    width: int = 256
+    depth: int = 3
+    heads: int = 4
+    length: int = 48  # the longest prompt, in tokens
+
+
+class WordLayer(nn.Module):
+    def __init__(self, config: WordsConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.proj(out.transpose(1, 2).flatten(2))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
+
+
+class WordTransformer(nn.Module):
+    """Reads a whole prompt at once, so that "red" finds the shape it belongs to."""
+
+    def __init__(self, config: WordsConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.tokens, config.width)
+        self.position = nn.Parameter(torch.zeros(config.length, config.width))
+        self.layers = nn.ModuleList(WordLayer(config) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(config.width)
+
+    @staticmethod
+    def computes_in_dtype(name: str) -> bool:
+        return False  # a prompt costs nothing beside a picture, so it is read in float32
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Tokens [R, T], of which the first `lengths` [R] count -> features [R, T, width]."""
+        mask = (torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None])[:, None, None]
+        x = self.embed(tokens) + self.position[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.norm(x)
+
+
+class WordEncoder:
+    """A `TextEncoder`: prompts in, features out, and a word about what it did not understand."""
+
+    def __init__(self, lexicon: Lexicon, transformer: WordTransformer) -> None:
+        self.lexicon, self.transformer = lexicon, transformer
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.transformer.parameters())
+
+    def to(self, device: torch.device | str) -> None:
+        self.transformer.to(device)
+
+    def read(self, prompt: str) -> list[int]:
+        tokens, unknown = self.lexicon.parse(prompt)
+        if len(tokens) == 1:
+            what = self.lexicon.explain(unknown[:5]) if unknown else "only filler words"
+            raise NextscaleError(
+                f"the prompt names nothing that this model can draw: {what}; `nextscale words` lists what it knows"
+            )
+        if unknown:
+            logger.warning("left out, because the model does not know them: %s", self.lexicon.explain(unknown))
+        limit = self.transformer.config.length
+        if len(tokens) > limit:
+            logger.warning("a prompt of %d known words is cut to the first %d", len(tokens) - 1, limit - 1)
+            tokens = [*tokens[: limit - 1], END]
+        return tokens
+
+    @torch.inference_mode()
+    def encode(self, prompts: Sequence[str]) -> list[Tensor]:
+        return [self.encode_one(prompt) for prompt in prompts]  # never padded, so that company changes nothing
+
+    def encode_one(self, prompt: str) -> Tensor:
+        tokens = torch.tensor([self.read(prompt)], device=self.transformer.position.device)
+        lengths = torch.tensor([tokens.shape[1]], device=tokens.device)
+        return self.transformer(tokens, lengths)[0]

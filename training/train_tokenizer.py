@@ -1,0 +1,139 @@
+"""Train the image tokenizer. Accepted only if it passes `accept`: everything later is built on it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nextscale.images import to_pil
+from nextscale.text.words import Lexicon
+from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
+from training import store
+from training.common import Average, Clock, Log, arguments, autocast, device, grids, psnr, quantise, read_config, sheet
+from training.painter import Painter, load_sprites
+from training.scenes import Scenes, batch_of, read_vocabulary, stream, words_of
+
+
+def difference(made: Tensor, wanted: Tensor) -> Tensor:
+    """Absolute, squared and edge differences on three levels of a pyramid."""
+    loss = made.new_zeros(())
+    for level in range(3):
+        d = made - wanted
+        loss = loss + d.abs().mean() + (5.0 if level == 0 else 1.0) * d.square().mean()
+        loss = loss + 0.4 * (d.diff(dim=2).abs().mean() + d.diff(dim=3).abs().mean())
+        made, wanted = F.avg_pool2d(made, 2), F.avg_pool2d(wanted, 2)
+    return loss
+
+
+def learning_rate(progress: float) -> float:
+    return min(1.0, progress / 0.02) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def train(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], clock: Clock, log: Log) -> Average:
+    options, where = config["tokenizer"], painter.device
+    batch, schedule = options["batch"], grids(config["grids"])
+    optimiser = torch.optim.AdamW(
+        tokenizer.parameters(), options["learning_rate"], betas=(0.9, 0.99), weight_decay=1e-4, fused=True
+    )
+    average = Average([tokenizer], options["average"])
+    encoder, decoder = tokenizer.encoder, tokenizer.decoder
+    if where.type == "cuda":
+        tokenizer.to(memory_format=torch.channels_last)
+        encoder, decoder = torch.compile(encoder), torch.compile(decoder)
+    scenes = stream(config["seed"], batch, config["workers"], jitter=3.0)
+    step = 0
+    while not clock.over:
+        for group in optimiser.param_groups:
+            group["lr"] = options["learning_rate"] * learning_rate(clock.progress)
+        pictures = painter.paint(next(scenes)).contiguous(memory_format=torch.channels_last)
+        with autocast(where):
+            features = encoder(pictures).float()
+        kind = torch.rand(batch, device=where)
+        raw = kind < options["unquantised"]
+        cut, n = kind > 1 - options["truncated"], len(schedule)
+        until = torch.where(cut, torch.randint(round(0.6 * n), n, (batch,), device=where), n)
+        flips = torch.rand(batch, len(schedule), device=where) * options["flip_rate"]
+        flips *= (torch.rand(batch, 1, device=where) < options["flipped"]) & ~(raw | cut)[:, None]
+        total = quantise(tokenizer, features, schedule, schedule, flips, until).total
+        # Straight through; what was cut off says nothing about the encoder, and some see the features themselves.
+        seen = torch.where(cut[:, None, None, None], total, features + (total - features).detach())
+        seen = torch.where(raw[:, None, None, None], features, seen)
+        with autocast(where):
+            made = decoder(seen).float()
+        commitment = (features - total).square()[~cut].mean()
+        amplitude = (features.std((0, 2, 3)) - options["amplitude"]).square().mean()
+        centre = features.mean((0, 2, 3)).square().mean()
+        loss = difference(made, pictures) + options["commitment"] * commitment + amplitude + 0.1 * centre
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(tokenizer.parameters(), 1.0)
+        optimiser.step()
+        average.update()
+        step += 1
+        if step % 200 == 0 or step == 1:
+            log(
+                f"step {step} {clock.elapsed:.0f} s loss {loss.item():.4f} psnr {psnr(made, pictures).mean():.2f} "
+                f"commitment {commitment:.4f} std {features.std():.3f}"
+            )
+    log(f"{step} steps, {step * batch} pictures, {clock.elapsed:.0f} s")
+    return average
+
+
+@torch.no_grad()
+def accept(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], log: Log, folder: Path) -> bool:
+    """The demands on a tokenizer, on scenes that training never drew."""
+    vocabulary = read_vocabulary()
+    rng = np.random.default_rng(10**6)
+    scenes = [Scenes(vocabulary).draw(rng) for _ in range(64 if config["side"] == 512 else 8)]
+    pictures = painter.paint(batch_of(scenes, vocabulary, Lexicon(words_of(vocabulary))))
+    schedule = grids(config["grids"])
+    features = torch.cat([tokenizer.analyse(p) for p in pictures.split(16)])
+    total = quantise(tokenizer, features, schedule, schedule).total
+
+    def quality(maps: Tensor) -> Tensor:
+        return psnr(torch.cat([tokenizer.decode(m) for m in maps.split(16)]), pictures)
+
+    full, raw = quality(total), quality(features)
+    std, rest = features.std().item(), (features - total).square().mean().sqrt().item()
+    log(f"psnr {full.mean():.2f} (lowest {full.min():.2f}), from unquantised features {raw.mean():.2f}")
+    log(f"feature std {std:.3f}, residual after the last scale {rest:.3f}")
+    for n in range(6, len(schedule)):
+        until = torch.full((len(features),), n, device=features.device)
+        part = quality(quantise(tokenizer, features, schedule, schedule, until=until).total)
+        log(f"{n} scales: psnr {part.mean():.2f}")
+    made = tokenizer.decode(total[:12])
+    pairs = [p for both in zip(to_pil(pictures[:12]), to_pil(made), strict=True) for p in both]
+    titles = [t for s, q in zip(scenes[:12], full, strict=False) for t in (s.caption, f"{q:.1f} dB")]
+    sheet(pairs, titles, 8).save(folder / "tokenizer.png")
+    good = full.mean() >= 34 and 0.6 <= std <= 0.9 and rest < 0.3 and raw.mean() >= full.mean()
+    log("accepted" if good else "NOT accepted")
+    return bool(good)
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    config = read_config(options.config, options.smoke)
+    log, where = Log(options.run, "tokenizer"), device()
+    torch.manual_seed(config["seed"])
+    painter = Painter(load_sprites(options.sprites, read_vocabulary()), where, config["side"])
+    shape = config["tokenizer"]["model"]
+    tokenizer = BSQTokenizer(BSQConfig(**{**shape, "multipliers": tuple(shape["multipliers"])}))
+    if options.init:
+        store.load_into(options.init, tokenizer=tokenizer)
+    tokenizer.to(where)
+    clock = Clock(options.seconds or config["tokenizer"]["seconds"])
+    average = train(tokenizer, painter, config, clock, log)
+    average.swap()
+    tokenizer.to(memory_format=torch.contiguous_format)
+    store.save(options.run, tokenizer=tokenizer)
+    accept(tokenizer, painter, config, log, options.run)
+
+
+if __name__ == "__main__":
+    main()

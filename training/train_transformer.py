@@ -1,0 +1,316 @@
+"""Train transformer and text encoder together, stage by stage: first the grids that decide what is where, then all.
+
+    python -m training.train_transformer --stage objects     # then details, then finish
+
+Every stage starts from the state that the one before left in the run's folder, saves its weights, and only then draws
+a sheet of samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nextscale.attention import attention
+from nextscale.checkpoints.load import set_dtype
+from nextscale.models.infinity import Infinity, InfinityBlock, InfinityConfig
+from nextscale.models.registry import Defaults, ModelSpec
+from nextscale.pipeline import Pipeline
+from nextscale.schedule import Schedule
+from nextscale.text.words import Lexicon, WordEncoder, WordsConfig, WordTransformer
+from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
+from training import store
+from training.common import Average, Clock, Log, arguments, autocast, device, grids, quantise, read_config, sheet
+from training.painter import Painter, load_sprites
+from training.prompts import FIXED
+from training.scenes import Batch, read_vocabulary, stream, words_of
+
+MASKED = 7  # grids whose attention is one masked call; more would waste it, fewer would be many small calls
+
+
+def build(config: dict[str, Any]) -> tuple[Infinity, WordTransformer, BSQTokenizer, Lexicon]:
+    lexicon = Lexicon(words_of(read_vocabulary()))
+    shape = config["tokenizer"]["model"]
+    tokenizer = BSQTokenizer(BSQConfig(**{**shape, "multipliers": tuple(shape["multipliers"])}))
+    options = config["transformer"]
+    text = WordTransformer(WordsConfig(len(lexicon), **options["text"]))
+    backbone = Infinity(
+        InfinityConfig(
+            bits=tokenizer.bits,
+            text_dim=text.config.width,
+            text_length=text.config.length,
+            levels=config["grids"],
+            **options["model"],
+        )
+    )
+    return backbone, text, tokenizer, lexicon
+
+
+@torch.no_grad()
+def initialise(backbone: Infinity, text: WordTransformer) -> None:
+    for module in (backbone, text):
+        for name, p in module.named_parameters():
+            if p.ndim >= 2 and "norm" not in name:
+                p.normal_(std=p.shape[-1] ** -0.5 if name.endswith("weight") and "embed" not in name else 0.02)
+        for name, p in module.named_parameters():
+            if name.endswith(("proj.weight", "fc2.weight")) and ("blocks." in name or "layers." in name):
+                p.zero_()  # every block starts as the identity
+    backbone.unconditional.normal_()
+    backbone.head_linear.weight.mul_(0.1)
+    backbone.shared_modulation[1].weight.mul_(0.1)
+    backbone.head_modulation[1].weight.mul_(0.1)
+    for block in backbone.blocks:
+        block.offset.zero_()
+        block.offset[:, :, :2] = 1  # the gates are open
+        block.attn.log_scale.fill_(math.log(4))
+    text.embed.weight.normal_()
+
+
+class Grouped:
+    """Block-causal attention: the first grids in one masked call, each later one in a call of its own."""
+
+    def __init__(self, schedule: Schedule, where: torch.device) -> None:
+        spans = [(s.start, s.start + s.tokens) for s in schedule]
+        self.first = spans[: MASKED][-1][1]
+        self.later = spans[MASKED:]
+        level = torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(spans[:MASKED])]).to(where)
+        self.mask = (level[:, None] >= level)[None, None]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
+        n = self.first
+        parts = [attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], scale, self.mask)]
+        parts += [attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], scale) for a, b in self.later]
+        return torch.cat(parts, dim=2)
+
+
+def run_block(
+    block: InfinityBlock,
+    x: Tensor,
+    modulation: Tensor,
+    keys: tuple[Tensor, Tensor],
+    text_mask: Tensor,
+    positions: Tensor,
+    memory: Grouped,
+) -> Tensor:
+    x = x + block.part("self", x, modulation, positions, memory, None)
+    x = x + block.ask_text(x, keys, text_mask)
+    return x + block.part("ffn", x, modulation, positions, memory, None)
+
+
+class Trainer:
+    def __init__(self, config: dict[str, Any], where: torch.device) -> None:
+        self.config, self.options, self.where = config, config["transformer"], where
+        self.backbone, self.text, self.tokenizer, self.lexicon = build(config)
+        initialise(self.backbone, self.text)
+        for module in (self.backbone, self.text, self.tokenizer):
+            module.to(where)
+        self.tokenizer.requires_grad_(False)
+        self.whole = grids(config["grids"])
+        self.run_block, self.encode = run_block, self.tokenizer.encoder
+        if where.type == "cuda":
+            self.run_block = torch.compile(run_block, dynamic=False)
+            self.tokenizer.encoder.to(memory_format=torch.channels_last)
+            self.encode = torch.compile(self.tokenizer.encoder)
+        self.memories: dict[int, Grouped] = {}
+        matrices, others = [], []
+        for name, p in (*self.backbone.named_parameters(), *self.text.named_parameters()):
+            hidden = p.ndim == 2 and name.startswith(("blocks.", "layers."))
+            (matrices if hidden else others).append(p)
+        muon = torch.optim.Muon(matrices, self.options["muon"], weight_decay=0.01, momentum=0.95)
+        adam = torch.optim.AdamW(others, self.options["adam"], betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+        self.optimisers = (muon, adam)
+        self.average = Average([self.backbone, self.text], self.options["average"])
+
+    def start_average(self) -> None:
+        self.average = Average([self.backbone, self.text], self.options["average"])
+
+    def learning_rate(self, progress: float) -> float:
+        start = self.options["decay_from"]
+        return min(1.0, progress / 0.01 + 0.05) * min(1.0, (1 - progress) / (1 - start) + 0.01)
+
+    def encoded(self, pictures: Tensor) -> Tensor:
+        with torch.no_grad(), autocast(self.where):
+            return torch.cat([self.encode(p).float() for p in pictures.split(64)])
+
+    def losses(self, features: Tensor, batch: Batch, count: int) -> Tensor:
+        """Binary cross-entropy per grid, nats per bit; random flips and text dropout included."""
+        schedule, rows = grids(count), len(features)
+        rates = torch.rand(rows, count, device=self.where) * self.options["flip_rate"]
+        rates *= torch.rand(rows, 1, device=self.where) < self.options["flipped"]
+        made = quantise(self.tokenizer, features, schedule, self.whole, rates)
+        logits = self.logits(made.inputs, batch, schedule)
+        labels = torch.cat(made.labels, dim=1).float()
+        right = F.binary_cross_entropy_with_logits(logits[..., 1] - logits[..., 0], labels, reduction="none")
+        per_token = right.mean((0, 2))
+        return torch.stack([per_token[s.start : s.start + s.tokens].mean() for s in schedule])
+
+    def logits(self, inputs: list[Tensor | None], batch: Batch, schedule: Schedule) -> Tensor:
+        tokens, lengths = (t.to(self.where, non_blocking=True) for t in (batch.tokens, batch.lengths))
+        with autocast(self.where):
+            text = self.text(tokens, lengths).float()
+            none = torch.rand(len(tokens), 1, 1, device=self.where) < self.options["text_dropout"]
+            text = torch.where(none, self.backbone.unconditional[: text.shape[1]], text)
+            mask = (torch.arange(text.shape[1], device=self.where) < lengths[:, None])[:, None, None]
+            state = self.backbone.begin_padded(text, lengths, mask, schedule)
+            x = torch.cat(
+                [self.backbone.embed(state, i, s) for s, i in zip(schedule, inputs, strict=True)], dim=1
+            ).float()
+            if len(schedule) not in self.memories:
+                self.memories[len(schedule)] = Grouped(schedule, self.where)
+            memory = self.memories[len(schedule)]
+            for layer, block in enumerate(self.backbone.blocks):
+                x = self.run_block(
+                    block, x, state.modulation[layer], state.text_keys[layer], mask, state.rotary, memory
+                )
+        with torch.autocast(self.where.type, enabled=False):
+            return self.backbone.head(state, x.float())
+
+    def step(self, features: Tensor, batch: Batch, count: int, progress: float) -> Tensor:
+        rate = self.learning_rate(progress)
+        for optimiser, base in zip(self.optimisers, (self.options["muon"], self.options["adam"]), strict=True):
+            for group in optimiser.param_groups:
+                group["lr"] = base * rate
+        losses = self.losses(features, batch, count)
+        # A grid counts by its side: more than one token of its many, less than all of them.
+        weights = torch.tensor([float(s.h) for s in grids(count)], device=self.where)
+        (losses * weights).sum().div(weights.sum()).backward()
+        for module in (self.backbone, self.text):
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        for optimiser in self.optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        self.average.update()
+        return losses.detach()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "backbone": self.backbone.state_dict(),
+            "text": self.text.state_dict(),
+            "average": self.average.slow,
+            "steps": self.average.steps,
+            "optimisers": [o.state_dict() for o in self.optimisers],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.backbone.load_state_dict(state["backbone"])
+        self.text.load_state_dict(state["text"])
+        self.average.slow, self.average.steps = state["average"], state["steps"]
+        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
+
+    def pipeline(self) -> Pipeline:
+        """The model as a user has it, in the precision of its device."""
+        backbone, tokenizer, text = (copy.deepcopy(m) for m in (self.backbone, self.tokenizer, self.text))
+        for module in (backbone, tokenizer, text):
+            module.eval().requires_grad_(False)
+            if self.where.type == "cuda" and not isinstance(module, WordTransformer):
+                set_dtype(module, torch.bfloat16)
+        spec = ModelSpec(
+            "clipart", "infinity", backbone.config, tokenizer.config, Defaults(**self.config["sampling"]), "", "", ()
+        )
+        return Pipeline(backbone, tokenizer, spec, WordEncoder(self.lexicon, text), progress_bar=False)
+
+
+class Source:
+    """Scenes as features. Painting and encoding cost as much as a step on few grids, so there a scene is shown
+    `reuse` times, with other flips, mixed with those of the last hundred batches."""
+
+    def __init__(self, trainer: Trainer, painter: Painter, seed: int, workers: int, kind: dict[str, Any]) -> None:
+        self.trainer, self.painter, self.reuse = trainer, painter, kind.get("reuse", 1)
+        self.scenes: Iterator[Batch] = stream(seed, kind["batch"], workers)
+        self.kept: list[tuple[Tensor, Batch]] = []
+        self.random = random.Random(seed)
+        self.shown = 0
+
+    def __next__(self) -> tuple[Tensor, Batch]:
+        self.shown += 1
+        if self.shown % self.reuse == 0 or len(self.kept) < self.reuse:
+            batch = next(self.scenes)
+            features = self.trainer.encoded(self.painter.paint(batch))
+            if self.reuse == 1:
+                return features, batch
+            self.kept = [*self.kept[-99:], (features.half(), batch)]
+            return features, batch
+        features, batch = self.random.choice(self.kept)
+        return features.float(), batch
+
+
+def train(trainer: Trainer, stage: dict[str, Any], painter: Painter, clock: Clock, log: Log, seed: int) -> None:
+    kinds = stage["steps"]
+    workers = trainer.config["workers"] // len(kinds)
+    sources = [Source(trainer, painter, seed + i, workers, kind) for i, kind in enumerate(kinds)]
+    step = 0
+    while not clock.over:
+        which = step % len(kinds)
+        kind, (features, batch) = kinds[which], next(sources[which])
+        losses = trainer.step(features, batch, kind["grids"], clock.progress)
+        step += 1
+        if step <= 2 * len(kinds) or step % 100 < len(kinds):
+            numbers = " ".join(f"{x:.3f}" for x in losses.tolist())
+            log(f"{stage['name']} step {step} {clock.elapsed:.0f} s, {kind['grids']} grids: {numbers}")
+    shown = sum(kind["batch"] for kind in kinds) * step / len(kinds)
+    log(f"{stage['name']}: {step} steps, {shown:.0f} pictures, {clock.elapsed:.0f} s")
+
+
+def draw_sheet(trainer: Trainer, path: Any, count: int) -> None:
+    """The fixed prompts, seeds 0, 1, ...; a short prefix of grids gives a small picture of it all."""
+    pipe = trainer.pipeline()
+    pictures: list[Any] = []
+
+    def stop(end: Any) -> bool | None:
+        return False if end.scale.index + 1 >= count else None
+
+    for i in range(0, len(FIXED), 16):
+        prompts = list(FIXED[i : i + 16])
+        seeds = list(range(i, i + len(prompts)))
+        side = trainer.config["side"]
+        size = {"pixel_budget": {512: "1M", 128: "0.06M"}[side]}
+        pictures += pipe(prompts, seed=seeds, callback_on_scale_end=stop, **size).images
+    sheet(pictures, FIXED, 8, 160).save(path)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--stage", required=True)
+    parser.add_argument("--fresh", action="store_true", help="ignore a state in the run's folder")
+    options = parser.parse_args()
+    config = read_config(options.config, options.smoke)
+    stages = config["transformer"]["stages"]
+    names = [s["name"] for s in stages]
+    if options.stage not in names:
+        parser.error(f"unknown stage {options.stage!r}; allowed: {', '.join(names)}")
+    number = names.index(options.stage)
+    stage = stages[number]
+    log, where = Log(options.run, "transformer"), device()
+    torch.manual_seed(config["seed"] + number)
+    painter = Painter(load_sprites(options.sprites, read_vocabulary()), where, config["side"])
+    trainer = Trainer(config, where)
+    source = options.run if (options.run / "tokenizer.safetensors").exists() else options.init
+    if source is None:
+        parser.error(f"{options.run} has no tokenizer: run python -m training.train_tokenizer first, or give --init")
+    store.load_into(source, tokenizer=trainer.tokenizer)
+    state = options.run / "state.pt"
+    if state.exists() and not options.fresh and number:
+        trainer.restore(torch.load(state, map_location=where, weights_only=True))
+    elif options.init:
+        store.load_into(options.init, backbone=trainer.backbone, text=trainer.text)
+        trainer.start_average()
+    seconds = options.seconds or stage["seconds"]
+    before, total = sum(s["seconds"] for s in stages[:number]), sum(s["seconds"] for s in stages)
+    clock = Clock(seconds, before, total)
+    train(trainer, stage, painter, clock, log, config["seed"] + 1000 * (number + 1))
+    torch.save(trainer.state(), state)
+    trainer.average.swap()
+    store.save(options.run, backbone=trainer.backbone, text=trainer.text, tokenizer=trainer.tokenizer)
+    draw_sheet(trainer, options.run / f"{stage['name']}.png", stage["steps"][-1]["grids"])
+
+
+if __name__ == "__main__":
+    main()
