@@ -2,18 +2,17 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-CASE   := tests/data/var_shared_adaln
 
 .PHONY: demo test lint format test-gpu bench-load clean
 
 # The stamp is newer than what it was made from, or the environment is made again.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,calibrate]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,calibrate,plot]'
 	touch $@
 
 demo: $(VENV)/.ready
-	$(BIN)/nextscale verify $(CASE) --picture demo.png
+	$(BIN)/nextscale compare "two foxes above a blue heart" --seed 7 --method nova --preset clipart --out demo.png
 
 test: lint
 	$(BIN)/python -m pytest

@@ -203,7 +203,7 @@ def test_bad_files(tmp_path: Path) -> None:
 
     refused("does not exist", tmp_path / "nothing.pth")
     refused("does not exist", "./nothing")
-    refused("unknown model 'var-d17'; allowed: var-d16, ", "var-d17")
+    refused("unknown model 'var-d17'; allowed: clipart, var-d16, ", "var-d17")
     refused("unknown model 'nonsense'; allowed", weights, model="nonsense")
     refused("contradict", "var-d16", model="var-d20")
     refused("no tokenizer, and none was found beside it; pass vae=", weights)

@@ -104,8 +104,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(var_files: Path, tmp_path: Pa
     (shards / "model-00003-of-00003.safetensors").unlink()
     before = sorted(tmp_path.rglob("*"))
     for words, args in {
-        "say which model": ("4",),
-        "unknown model 'var-d15'; allowed: var-d16": ("4", "--model", "var-d15"),
+        "names nothing that this model can draw": ("4x7",),
+        "unknown model 'var-d15'; allowed: clipart, var-d16": ("4", "--model", "var-d15"),
         "from 0 to 11": ("12", *weights),
         "class number, not the text 'fox'": ("fox", *weights),
         "64x64 only": ("4", *weights, "--aspect-ratio", 1.5),

@@ -41,6 +41,7 @@ METHODS = {
     "nova, lens": NOVA(t_est=2, alpha=0.0, probe="lens"),
     "nova, from layer 2": NOVA(t_est=2, alpha=0.0, probe_from_layer=2, restore_mode="bilinear"),
     "nova, attention": NOVA(t_est=2, alpha=0.0, metric="attention"),
+    "nova, nothing": NOVA(t_est=2, alpha=0.0, uncomputed="nothing", probe="previous"),
     "nova, mse": NOVA(t_est=2, alpha=0.0, metric="mse", restore_mode="area"),
     "nova, random": NOVA(t_est=2, alpha=0.0, metric="random"),
     "nova, no linkage": NOVA(t_est=2, alpha=0.0, scale_linkage=False, layer_linkage=False),
@@ -217,7 +218,7 @@ def test_kept_maps_in_a_file(infinity, tmp_path) -> None:
         (lambda: from_dict({"name": "nova", "fields": {"beta": 1}}), "nova has no field 'beta'; allowed: t_est"),
         (lambda: from_dict({"name": "nova", "schema": 7}), "schema 7; this version reads 1"),
         (lambda: from_dict({"fields": {}}), "it needs 'name' and 'fields'"),
-        (lambda: NOVA.preset("fast"), "nova has no preset 'fast'; allowed: paper, or a file"),
+        (lambda: NOVA.preset("fast"), "nova has no preset 'fast'; allowed: clipart, paper, or a file"),
     ],
 )
 def test_bad_methods(make, match: str) -> None:

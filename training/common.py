@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from nextscale.schedule import Schedule, infinity_schedule
 from nextscale.tokenizers.bsq import BSQTokenizer
+from training.painter import Painter, load_sprites, stand_ins
+from training.scenes import read_vocabulary
 
 HERE = Path(__file__).parent
 
@@ -40,6 +42,12 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, help="instead of the configured time")
     parser.add_argument("--smoke", action="store_true", help="tiny model, a few seconds on a CPU")
     return parser
+
+
+def make_painter(folder: Path, config: dict[str, Any], where: torch.device, smoke: bool) -> Painter:
+    vocabulary = read_vocabulary()
+    sprites = stand_ins(vocabulary) if smoke and not folder.exists() else load_sprites(folder, vocabulary)
+    return Painter(sprites, where, config["side"])
 
 
 def device() -> torch.device:

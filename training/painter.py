@@ -33,6 +33,16 @@ def load_sprites(folder: Path, vocabulary: dict[str, Any]) -> Tensor:
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
 
 
+def stand_ins(vocabulary: dict[str, Any]) -> Tensor:
+    """Tinted shapes in the place of all sprites, so that a smoke run needs no downloads."""
+    shapes = torch.from_numpy(np.stack([premultiplied(draw_shape(s["name"])) for s in vocabulary["shapes"]]))
+    count = len(STYLES) * len(vocabulary["objects"])
+    tints = torch.rand(count, 1, 1, 4, generator=torch.Generator().manual_seed(0))
+    tints[..., 3] = 1
+    objects = (shapes[torch.arange(count) % len(shapes)] * tints).byte()
+    return torch.cat((objects, shapes)).permute(0, 3, 1, 2).contiguous()
+
+
 def premultiplied(rgba: np.ndarray) -> np.ndarray:
     alpha = rgba[..., 3:].astype(np.uint16)
     colour = ((rgba[..., :3] * alpha + 127) // 255).astype(np.uint8)

@@ -15,8 +15,21 @@ from nextscale.images import to_pil
 from nextscale.text.words import Lexicon
 from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
 from training import store
-from training.common import Average, Clock, Log, arguments, autocast, device, grids, psnr, quantise, read_config, sheet
-from training.painter import Painter, load_sprites
+from training.common import (
+    Average,
+    Clock,
+    Log,
+    arguments,
+    autocast,
+    device,
+    grids,
+    make_painter,
+    psnr,
+    quantise,
+    read_config,
+    sheet,
+)
+from training.painter import Painter
 from training.scenes import Scenes, batch_of, read_vocabulary, stream, words_of
 
 
@@ -121,7 +134,7 @@ def main() -> None:
     config = read_config(options.config, options.smoke)
     log, where = Log(options.run, "tokenizer"), device()
     torch.manual_seed(config["seed"])
-    painter = Painter(load_sprites(options.sprites, read_vocabulary()), where, config["side"])
+    painter = make_painter(options.sprites, config, where, options.smoke)
     shape = config["tokenizer"]["model"]
     tokenizer = BSQTokenizer(BSQConfig(**{**shape, "multipliers": tuple(shape["multipliers"])}))
     if options.init:

@@ -12,6 +12,7 @@ import copy
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +28,20 @@ from nextscale.schedule import Schedule
 from nextscale.text.words import Lexicon, WordEncoder, WordsConfig, WordTransformer
 from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
 from training import store
-from training.common import Average, Clock, Log, arguments, autocast, device, grids, quantise, read_config, sheet
-from training.painter import Painter, load_sprites
+from training.common import (
+    Average,
+    Clock,
+    Log,
+    arguments,
+    autocast,
+    device,
+    grids,
+    make_painter,
+    quantise,
+    read_config,
+    sheet,
+)
+from training.painter import Painter
 from training.prompts import FIXED
 from training.scenes import Batch, read_vocabulary, stream, words_of
 
@@ -78,7 +91,7 @@ class Grouped:
 
     def __init__(self, schedule: Schedule, where: torch.device) -> None:
         spans = [(s.start, s.start + s.tokens) for s in schedule]
-        self.first = spans[: MASKED][-1][1]
+        self.first = spans[:MASKED][-1][1]
         self.later = spans[MASKED:]
         level = torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(spans[:MASKED])]).to(where)
         self.mask = (level[:, None] >= level)[None, None]
@@ -259,21 +272,20 @@ def train(trainer: Trainer, stage: dict[str, Any], painter: Painter, clock: Cloc
     log(f"{stage['name']}: {step} steps, {shown:.0f} pictures, {clock.elapsed:.0f} s")
 
 
-def draw_sheet(trainer: Trainer, path: Any, count: int) -> None:
-    """The fixed prompts, seeds 0, 1, ...; a short prefix of grids gives a small picture of it all."""
+def draw_sheet(trainer: Trainer, path: Path, count: int, prompts: tuple[str, ...]) -> None:
+    """The fixed prompts, seeds 0, 1, ..., from the first `count` grids."""
     pipe = trainer.pipeline()
     pictures: list[Any] = []
 
     def stop(end: Any) -> bool | None:
         return False if end.scale.index + 1 >= count else None
 
-    for i in range(0, len(FIXED), 16):
-        prompts = list(FIXED[i : i + 16])
-        seeds = list(range(i, i + len(prompts)))
-        side = trainer.config["side"]
-        size = {"pixel_budget": {512: "1M", 128: "0.06M"}[side]}
-        pictures += pipe(prompts, seed=seeds, callback_on_scale_end=stop, **size).images
-    sheet(pictures, FIXED, 8, 160).save(path)
+    budget = {13: "1M", 7: "0.06M"}[trainer.config["grids"]]
+    for i in range(0, len(prompts), 16):
+        some = prompts[i : i + 16]
+        seeds = list(range(i, i + len(some)))
+        pictures += pipe(some, seed=seeds, callback_on_scale_end=stop, pixel_budget=budget).images
+    sheet(pictures, prompts, 8, 160).save(path)
 
 
 def main() -> None:
@@ -290,7 +302,7 @@ def main() -> None:
     stage = stages[number]
     log, where = Log(options.run, "transformer"), device()
     torch.manual_seed(config["seed"] + number)
-    painter = Painter(load_sprites(options.sprites, read_vocabulary()), where, config["side"])
+    painter = make_painter(options.sprites, config, where, options.smoke)
     trainer = Trainer(config, where)
     source = options.run if (options.run / "tokenizer.safetensors").exists() else options.init
     if source is None:
@@ -309,7 +321,8 @@ def main() -> None:
     torch.save(trainer.state(), state)
     trainer.average.swap()
     store.save(options.run, backbone=trainer.backbone, text=trainer.text, tokenizer=trainer.tokenizer)
-    draw_sheet(trainer, options.run / f"{stage['name']}.png", stage["steps"][-1]["grids"])
+    prompts = FIXED[:8] if options.smoke else FIXED
+    draw_sheet(trainer, options.run / f"{stage['name']}.png", stage["steps"][-1]["grids"], prompts)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError, choices
 from nextscale.writing import require_writable, whole_file
+
+if TYPE_CHECKING:
+    from nextscale.loop import ScaleEnd
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -50,6 +53,23 @@ def image_paths(out: str | Path, count: int) -> list[Path]:
     if count == 1:
         return [path]
     return [path.with_stem(f"{path.stem}-{i}") for i in range(count)]
+
+
+class Previews:
+    """A callback of the pipeline: after every scale, what its pictures look like so far, FOLDER/scale-01.png, ..."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder, self.written = Path(folder), list[Path]()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NextscaleError(f"cannot write into {folder}: {error.strerror}") from None
+
+    def __call__(self, end: ScaleEnd) -> None:
+        pictures = to_pil(end.decode())
+        paths = image_paths(self.folder / f"scale-{end.scale.index + 1:02}.png", len(pictures))
+        save_all(pictures, paths)
+        self.written += paths
 
 
 def save_all(images: Sequence[Image.Image], paths: Sequence[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from nextscale.loop import Callback, ScaleEnd, generate
 from nextscale.methods import METHODS
 from nextscale.methods.base import Context, Method, Policy
 from nextscale.models.base import Backbone
-from nextscale.models.registry import ModelSpec
+from nextscale.models.registry import EMBEDDED, ModelSpec
 from nextscale.progress import bar
 from nextscale.prompts import Prompts, read_labels, read_text
 from nextscale.run import cause_of_nan
@@ -34,6 +35,8 @@ from nextscale.text.t5 import T5Encoder
 from nextscale.tokenizers.base import ImageTokenizer
 from nextscale.trace import Costs, Trace
 from nextscale.version import __version__
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Pipeline:
     @classmethod
     def from_pretrained(
         cls,
-        source: str | Path,
+        source: str | Path = EMBEDDED.name,
         *,
         model: str | None = None,
         vae: str | Path | None = None,
@@ -76,6 +79,8 @@ class Pipeline:
     ) -> Pipeline:
         """A pipeline from a model name (`nextscale models`), official files, a converted folder or the hub.
 
+        Without arguments: the small clip-art model that comes with the package.
+
         `model` says which model the files are where their shapes leave a choice, `vae` where the tokenizer is if
         not beside them, `text_encoder` which T5 to use. `dtype` is that of the matrix products (float32 unless
         told); `torch_dtype` and `device_map` are other spellings of `dtype` and `device`.
@@ -86,7 +91,7 @@ class Pipeline:
         plan = pretrained.read(locate.locate(source, model, vae, hub))
         with bar(f"load {plan.spec.name}", plan.nbytes, progress_bar, data=True) as advance:
             backbone, tokenizer = plan.build(target, where, advance)
-        encoder = text_encoder
+        encoder = text_encoder or plan.build_text(where)
         if isinstance(encoder, (str, Path)) or (encoder is None and plan.spec.text_encoder):
             options: dict[str, Any] = {"token": token, "local_files_only": local_files_only}
             name = encoder or plan.spec.text_encoder
@@ -179,6 +184,7 @@ class Pipeline:
         check_method(method)
         started = time.perf_counter()
         schedule = self.schedule(height, width, aspect_ratio, pixel_budget)
+        self._warn_of_size(schedule)
         prompts = self._prompts(prompt, negative_prompt, prompt_embeds, negative_prompt_embeds, num_images_per_prompt)
         sampling = self.sampling(
             len(schedule), guidance_scale, temperature, top_k, top_p, greedy, smooth, guidance_layers
@@ -317,6 +323,14 @@ class Pipeline:
             smooth=smooth,
             guidance_layers=guidance_layers,
         )
+
+    def _warn_of_size(self, schedule: Schedule) -> None:
+        height, width = (cells * self.tokenizer.stride for cells in schedule.last)
+        if self.spec.sizes and (height, width) not in self.spec.sizes:
+            trained = choices(f"{h}x{w}" for h, w in self.spec.sizes)
+            logger.warning(
+                "%s was trained for %s, so a picture of %dx%d may look wrong", self.spec.name, trained, height, width
+            )
 
     def _prompts(self, prompt: Any, negative: Any, embeds: Any, negative_embeds: Any, repeat: int) -> Prompts:
         if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:

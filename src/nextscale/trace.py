@@ -212,6 +212,11 @@ class Trace:
                             maps[name] = self.kept(image, index + 1, layer, part, row)
         return maps
 
+    def share(self, image: int = 0) -> float:
+        """The tokens computed for an image, of those that a plain run computes; guidance rows count."""
+        counts = self._image(image)
+        return counts["row_tokens_computed"] / counts["row_tokens_full"]
+
     def summary(self) -> str:
         """A table of the first image: scales, rows, tokens kept."""
         data = self.to_dict()
@@ -227,7 +232,7 @@ class Trace:
         if active["reason"] != "none":
             since = f"from scale {active['scale']}" if active["scale"] else "no scale reduced"
             lines.append(f"{data.get('method', {}).get('name', 'method')}: {since} ({active['reason']})")
-        share = image["row_tokens_computed"] / image["row_tokens_full"]
+        share = self.share()
         seconds = ", ".join(f"{name} {value:.2f} s" for name, value in data["seconds"].items())
         lines.append(f"computed {share:.1%} of the tokens of a plain run; {seconds}")
         return "\n".join(lines)

@@ -27,7 +27,6 @@ def convert(blueprint: Blueprint, out: str | Path, dtype: torch.dtype, progress:
     out = Path(out)
     if out.exists():
         raise NextscaleError(f"{out} exists already; choose a new folder")
-    parts = {"backbone": blueprint.backbone, "tokenizer": blueprint.tokenizer}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -42,7 +41,7 @@ def convert(blueprint: Blueprint, out: str | Path, dtype: torch.dtype, progress:
         }
         (scratch / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         with (scratch / WEIGHTS).open("wb") as file:
-            _write(file, _entries(parts, dtype), progress)
+            _write(file, _entries(blueprint.parts, dtype), progress)
         os.chmod(scratch, 0o755)
         scratch.rename(out)
     except BaseException:

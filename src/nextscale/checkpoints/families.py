@@ -10,7 +10,19 @@ from nextscale.checkpoints import infinity, var
 from nextscale.checkpoints.family import Family
 from nextscale.checkpoints.files import StateFile
 from nextscale.errors import NextscaleError
+from nextscale.text.words import WordsConfig, WordTransformer
 
+# The embedded model's text encoder: only ever in our own converted files, so there is nothing to recognise.
+WORDS = Family(
+    name="words",
+    title="a word encoder",
+    module=WordTransformer,
+    config=WordsConfig,
+    recognise=lambda keys: False,
+    rename=(),
+    ignored="$^",
+    infer=lambda shapes, state: None,
+)
 FAMILIES = {f.name: f for f in (var.FAMILY, infinity.FAMILY, var.TOKENIZER, infinity.TOKENIZER)}
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from nextscale.checkpoints.files import INDEX, SUFFIXES
 from nextscale.errors import NextscaleError, choices
-from nextscale.models.registry import MODELS, ModelSpec, get_model
+from nextscale.models.registry import EMBEDDED, MODELS, ModelSpec, get_model, published
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 FORMAT = "nextscale"
+ASSETS = Path(__file__).parents[1] / "assets"
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ def locate(source: str | Path, model: str | None, vae: str | Path | None, hub: H
     if name in MODELS:
         if spec is not None and spec.name != name:
             raise NextscaleError(f"source {name!r} and model={model!r} contradict each other")
+        if name == EMBEDDED.name:
+            return _local(ASSETS / name, None, vae, hub)
         return _from_hub(MODELS[name].repo, MODELS[name], vae, hub)
     if isinstance(source, Path) or path.suffix in SUFFIXES or name.startswith((".", "/", "~")):
         raise NextscaleError(f"{source} does not exist")
@@ -106,7 +109,7 @@ def locate(source: str | Path, model: str | None, vae: str | Path | None, hub: H
 
 def _from_hub(repo: str, spec: ModelSpec | None, vae: str | Path | None, hub: Hub) -> Files:
     if spec is None:
-        official = [s.name for s in MODELS.values() if s.repo == repo]
+        official = [s.name for s in published() if s.repo == repo]
         if official:
             raise NextscaleError(
                 f"the hub repository {repo!r} holds several models; choose model= from {choices(official)}"
@@ -116,7 +119,7 @@ def _from_hub(repo: str, spec: ModelSpec | None, vae: str | Path | None, hub: Hu
         if converted is None:
             raise NextscaleError(
                 f"the hub repository {repo!r} is neither one of the official ones "
-                f"({choices(dict.fromkeys(s.repo for s in MODELS.values()))}) nor written by 'nextscale convert'"
+                f"({choices(dict.fromkeys(s.repo for s in published()))}) nor written by 'nextscale convert'"
             )
         return _converted(hub.fetch(repo, (WEIGHTS,)), converted, spec, vae)
     weights = hub.fetch(repo, (spec.weights,))
@@ -131,7 +134,7 @@ def _local(path: Path, spec: ModelSpec | None, vae: str | Path | None, hub: Hub)
         if not any((path / name).exists() for name in (INDEX, WEIGHTS)):
             spec, path = _inside_folder(path, spec)
     if spec is None:
-        named = [s for s in MODELS.values() if s.weights.rstrip("/") == path.name]
+        named = [s for s in published() if s.weights.rstrip("/") == path.name]
         spec = named[0] if named else None
     return Files(spec, path, _tokenizers(vae, spec, [path.parent, path], hub))
 
@@ -148,7 +151,7 @@ def _converted(weights: Path, config: dict[str, Any], spec: ModelSpec | None, va
 
 def _inside_folder(folder: Path, spec: ModelSpec | None) -> tuple[ModelSpec, Path]:
     """A local copy of an official repository."""
-    specs = MODELS.values() if spec is None else (spec,)
+    specs = published() if spec is None else (spec,)
     found = [s for s in specs if (folder / s.weights).exists()]
     if not found:
         wanted = choices(dict.fromkeys(s.weights for s in specs))
@@ -167,7 +170,7 @@ def _tokenizers(vae: str | Path | None, spec: ModelSpec | None, folders: list[Pa
         if spec is not None and "/" in str(vae) and not path.suffix:
             return (hub.fetch(str(vae), spec.tokenizer_files),)
         raise NextscaleError(f"the tokenizer file {vae} does not exist")
-    specs = MODELS.values() if spec is None else (spec,)
+    specs = published() if spec is None else (spec,)
     names = dict.fromkeys(name for s in specs for name in s.tokenizer_files)
     return tuple(folder / name for folder in folders for name in names if (folder / name).is_file())
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from nextscale.checkpoints.families import FAMILIES, backbones, family_of, infer_config, rename
+from nextscale.checkpoints.families import FAMILIES, WORDS, backbones, family_of, infer_config, rename
 from nextscale.checkpoints.family import Family
 from nextscale.checkpoints.files import StateFile, open_states
+from nextscale.checkpoints.int8 import opened
 from nextscale.checkpoints.load import Progress, build
 from nextscale.checkpoints.locate import Files
 from nextscale.errors import NextscaleError, choices
 from nextscale.models.base import Backbone
-from nextscale.models.registry import MODELS, Defaults, ModelSpec
+from nextscale.models.registry import MODELS, Defaults, ModelSpec, published
+from nextscale.text.words import Lexicon, WordEncoder, WordsConfig
 from nextscale.tokenizers.base import ImageTokenizer
 
 VERSION = 1  # of converted files
@@ -47,15 +49,28 @@ class Blueprint:
     spec: ModelSpec
     backbone: Part
     tokenizer: Part
+    text: Part | None = None  # a text encoder that was trained with them
+    words: dict[str, Any] | None = None  # its vocabulary
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """By their prefix in a converted file."""
+        found = {"backbone": self.backbone, "tokenizer": self.tokenizer, "text": self.text}
+        return {name: part for name, part in found.items() if part is not None}
 
     @property
     def nbytes(self) -> int:
-        return self.backbone.nbytes + self.tokenizer.nbytes
+        return sum(part.nbytes for part in self.parts.values())
 
     def build(
         self, dtype: torch.dtype, device: torch.device | str, progress: Progress | None = None
     ) -> tuple[Backbone, ImageTokenizer]:
         return self.backbone.build(dtype, device, progress), self.tokenizer.build(dtype, device, progress)
+
+    def build_text(self, device: torch.device | str) -> WordEncoder | None:
+        if self.text is None or self.words is None:
+            return None
+        return WordEncoder(Lexicon(self.words), self.text.build(torch.float32, device))
 
 
 def read(files: Files) -> Blueprint:
@@ -79,7 +94,7 @@ def read(files: Files) -> Blueprint:
 
 
 def _tokenizer_names(backbone: Part, spec: ModelSpec | None) -> list[str]:
-    specs = [s for s in MODELS.values() if s.family == backbone.family.name] if spec is None else [spec]
+    specs = [s for s in published() if s.family == backbone.family.name] if spec is None else [spec]
     return list(dict.fromkeys(s.tokenizer_files[0] for s in specs))
 
 
@@ -137,7 +152,7 @@ def spec_of(backbone: Any, tokenizer: Any, source: str) -> ModelSpec:
     """The published model with this configuration, or a description of an unpublished one."""
     if spec := next((s for s in MODELS.values() if s.backbone == backbone), None):
         return spec
-    family = [s for s in MODELS.values() if type(s.backbone) is type(backbone)]
+    family = [s for s in published() if type(s.backbone) is type(backbone)]
     like = min(family, key=lambda s: abs(s.backbone.width - backbone.width))
     return dataclasses.replace(
         like,
@@ -162,6 +177,7 @@ def describe(blueprint: Blueprint) -> dict[str, Any]:
         "defaults": dataclasses.asdict(spec.defaults),
         "pixel_budget": spec.pixel_budget,
         "text_encoder": spec.text_encoder,
+        "text": blueprint.text and {"config": dataclasses.asdict(blueprint.text.config), "words": blueprint.words},
     }
 
 
@@ -173,6 +189,11 @@ def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
         family = FAMILIES[config["family"]]
         families = {"backbone": family, "tokenizer": FAMILIES[str(family.tokenizer)]}
         configs = {part: _dataclass(of.config, config[part]) for part, of in families.items()}
+        text, words = config.get("text"), None
+        if text:
+            families["text"], configs["text"] = WORDS, _dataclass(WordsConfig, text["config"])
+            words = text["words"]
+            Lexicon(words)
         spec = dataclasses.replace(
             spec_of(configs["backbone"], configs["tokenizer"], config["model"]),
             name=config["model"],
@@ -182,12 +203,12 @@ def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NextscaleError(f"{where} is not a config of a converted model: {error}") from None
-    state = open_states(weights)[0]
-    parts = []
+    state = opened(open_states(weights)[0])
+    parts = {}
     for prefix, of in families.items():
         names = {key: key.removeprefix(f"{prefix}.") for key in state.infos if key.startswith(f"{prefix}.")}
-        parts.append(Part(of, configs[prefix], state, names))
-    return Blueprint(spec, *parts)
+        parts[prefix] = Part(of, configs[prefix], state, names)
+    return Blueprint(spec, **parts, words=words)
 
 
 def _dataclass(cls: Any, values: dict[str, Any]) -> Any:

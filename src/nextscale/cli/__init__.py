@@ -9,10 +9,12 @@ import torch
 import typer
 
 from nextscale.cli.calibrate import app as calibrate
+from nextscale.cli.compare import compare
 from nextscale.cli.convert import convert
 from nextscale.cli.generate import generate
 from nextscale.cli.info import env, methods, models
 from nextscale.cli.verify import verify
+from nextscale.cli.words import words
 from nextscale.errors import NextscaleError
 
 app = typer.Typer(
@@ -22,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(calibrate, name="calibrate")
-for command in (generate, models, methods, env, verify, convert):
+for command in (generate, compare, words, models, methods, env, verify, convert):
     app.command()(command)
 
 

@@ -34,17 +34,21 @@ def generate(
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
     device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
     revision: Revision = None,
+    preview: Annotated[
+        Path | None, typer.Option(help="Write the picture as it is after every scale into this folder.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write what was computed where, as JSON.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no summary.")] = False,
 ) -> None:
     """Make pictures of a prompt."""
-    from nextscale.images import image_paths, save_all
+    from nextscale.images import Previews, image_paths, save_all
     from nextscale.pipeline import Pipeline
     from nextscale.writing import require_writable
 
     paths = image_paths(out, images)
     if trace is not None:
         require_writable(trace)
+    previews = None if preview is None else Previews(preview)
     reduction = method_of(method, preset, set_)
     source = source_of(model, weights)
     device = device or default_device()
@@ -73,13 +77,14 @@ def generate(
         width=width,
         aspect_ratio=aspect_ratio,
         pixel_budget=pixel_budget,
+        callback_on_scale_end=previews,
     )
     save_all(result.images, paths)
     if trace is not None:
         result.trace.save(trace)
     if not quiet:
         typer.echo(result.trace.summary())
-        for path in paths:
+        for path in (*paths, *(previews.written if previews else ())):
             typer.echo(f"wrote {path}")
 
 

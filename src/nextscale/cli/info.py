@@ -17,10 +17,8 @@ def models() -> None:
 
     table = Table("model", "depth", "width", "what", "files in the hub repository", box=None, pad_edge=False)
     for spec in MODELS.values():
-        files = f"{spec.weights}, {spec.tokenizer_files[0]}"
-        table.add_row(
-            spec.name, str(spec.backbone.depth), str(spec.backbone.width), spec.notes, f"{spec.repo}: {files}"
-        )
+        files = f"{spec.repo}: {spec.weights}, {spec.tokenizer_files[0]}" if spec.repo else "-"
+        table.add_row(spec.name, str(spec.backbone.depth), str(spec.backbone.width), spec.notes, files)
     console().print(table)
 
 

@@ -13,9 +13,14 @@ from rich.console import Console
 
 from nextscale.errors import NextscaleError, choices
 from nextscale.methods import Compose, Method, get_method
-from nextscale.models.registry import get_model
+from nextscale.models.registry import EMBEDDED, get_model
 
-Model = Annotated[str | None, typer.Option(help="A published model (see `nextscale models`).", show_default=False)]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="See `nextscale models`; default: the small one that comes with the package.", show_default=False
+    ),
+]
 Weights = Annotated[
     str | None,
     typer.Option(help="Official file or folder, converted folder, or hub repository.", show_default=False),
@@ -32,10 +37,7 @@ def console() -> Console:
 def source_of(model: str | None, weights: str | None) -> str:
     if model is not None:
         get_model(model)
-    source = weights or model
-    if source is None:
-        raise NextscaleError("say which model: --model NAME (see `nextscale models`), --weights PATH, or both")
-    return source
+    return weights or model or EMBEDDED.name
 
 
 def method_of(name: str | None, preset: str | None, settings: list[str]) -> Method | None:

@@ -44,7 +44,10 @@ class NOVA(Method):
     layer_linkage: bool = True  # False: every layer has the scale's ratio
     metric: str = "entropy"  # which tokens stay: entropy | attention | mse | random
     cache: str = "residual"  # what fills the holes: residual | feature | zero
-    restore_mode: str = "nearest"  # how a cached map is enlarged: nearest | area | bilinear | bicubic
+    uncomputed: str = (
+        "sample"  # cells that some layer left out are sampled like all others, or add "nothing" to the map
+    )
+    restore_mode: str = "bilinear"  # how a cached map is enlarged: nearest | area | bilinear | bicubic
     probe: str = "auto"  # a layer's entropy: lens | lens_topk | previous; auto = lens for bits, else lens_topk
     probe_from_layer: int = (
         1  # 2: the first layer, which sees bare embeddings, uses `previous` and stays out of the mean
@@ -62,6 +65,7 @@ class NOVA(Method):
         self.require("max_layer_keep", 0, 1, above=True)
         self.require_one_of("metric", ("entropy", "attention", "mse", "random"))
         self.require_one_of("cache", ("residual", "feature", "zero"))
+        self.require_one_of("uncomputed", ("sample", "nothing"))
         self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
         self.require_one_of("probe", ("auto", "lens", "lens_topk", "previous"))
         self.require_one_of("probe_from_layer", (1, 2))
@@ -206,6 +210,16 @@ class NOVAPolicy(CachedPolicy):
             change = (filled[:images] - x[:images]).square().mean(-1, keepdim=True)
             self.moved[layer].store(Rows(stats.rows.which, ()), stats.scale.grid, change)
         return filled
+
+    def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
+        """A restored state predicts what was right one scale before. Where bits correct each other from scale to
+        scale, as they do in flat areas, that is wrong, and adding nothing does less harm."""
+        taken = [next(iter(chosen.values())) for chosen in stats.chosen]
+        reduced = [chosen for chosen in taken if chosen is not None]
+        if self.method.uncomputed == "sample" or not reduced:
+            return x, None
+        masks = torch.stack([chosen.mask(stats.scale.tokens) for chosen in reduced])
+        return x, masks.all(0)[: stats.rows.images].float()
 
     def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         m, rows, scale = self.method, stats.rows, stats.scale

@@ -15,7 +15,7 @@ from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kv import Memory
 from nextscale.models.base import per_row, shared
-from nextscale.models.layers import Modulation
+from nextscale.models.layers import MLP, Modulation, SelfAttention
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
 from nextscale.schedule import Grid, Scale, Schedule, Size, infinity_schedule, infinity_schedule_for_size
 
@@ -88,10 +88,12 @@ class TextAttention(nn.Module):
 
 class InfinityBlock(ModulatedBlock):
     def __init__(self, config: InfinityConfig) -> None:
+        super().__init__(config.eps)
         width = config.width
-        super().__init__(width, config.heads, config.hidden, cosine=True, eps=config.eps)
+        self.attn = SelfAttention(width, config.heads, cosine=True)
         self.cross_norm = nn.LayerNorm(width, eps=config.eps)
         self.cross = TextAttention(width, width, config.heads, config.round_cross_attention)
+        self.mlp = MLP(width, config.hidden)
         self.offset = nn.Parameter(torch.zeros(1, 1, 6, width))
 
     def ask_text(self, x: Tensor, text_keys: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:

@@ -23,11 +23,12 @@ class ModulatedState(State):
 class ModulatedBlock(nn.Module):
     """Self-attention and MLP. It is given its layer's part of the state, so that one compiled function fits all."""
 
-    def __init__(self, width: int, heads: int, hidden: int, cosine: bool, eps: float) -> None:
+    attn: SelfAttention
+    mlp: MLP
+
+    def __init__(self, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.attn = SelfAttention(width, heads, cosine)
-        self.mlp = MLP(width, hidden)
 
     @property
     def dtype(self) -> torch.dtype:

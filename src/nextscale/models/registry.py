@@ -8,6 +8,7 @@ from typing import Any
 from nextscale.errors import NextscaleError, choices
 from nextscale.models.infinity import InfinityConfig
 from nextscale.models.var import VARConfig
+from nextscale.schedule import Grid
 from nextscale.tokenizers.bsq import BSQConfig
 from nextscale.tokenizers.vq import VQConfig
 
@@ -35,11 +36,12 @@ class ModelSpec:
     backbone: Any  # VARConfig | InfinityConfig
     tokenizer: Any  # VQConfig | BSQConfig
     defaults: Defaults
-    repo: str
+    repo: str  # on the hub; empty = inside the package, or not published
     weights: str  # file, or folder ending in "/"
     tokenizer_files: tuple[str, ...]  # the first is the published name, the others are spelled so elsewhere
     pixel_budget: str | None = None
     text_encoder: str | None = None
+    sizes: tuple[Grid, ...] = ()  # height x width in pixels that it was trained for; empty = all of its schedule
     notes: str = field(default="", compare=False)
 
 
@@ -143,7 +145,26 @@ _SPECS = (
         "text, 512 x 512",
     ),
 )
-MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in _SPECS}
+# The one that comes with the package (MODEL_CARD.md).
+EMBEDDED = ModelSpec(
+    name="clipart",
+    family="infinity",
+    backbone=InfinityConfig(12, 320, 5, 16, 1280, text_dim=256, text_length=48, levels=13, pool_heads=5),
+    tokenizer=BSQConfig(16, channels=64, multipliers=(1, 2, 3), residual_blocks=1, fold=2),
+    defaults=Defaults(4.0, temperature=0.7, top_k=0, top_p=0.97),
+    repo="",
+    weights="",
+    tokenizer_files=(),
+    pixel_budget="1M",
+    sizes=((512, 512),),
+    notes="clip-art scenes, 512 x 512, comes with the package",
+)
+MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in (EMBEDDED, *_SPECS)}
+
+
+def published() -> list[ModelSpec]:
+    """Those that have files of their own; users may add some to MODELS."""
+    return [spec for spec in MODELS.values() if spec.weights]
 
 
 def get_model(name: str) -> ModelSpec:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nextscale.errors import NextscaleError
 from nextscale.guidance import ramp
-from nextscale.models.layers import Modulation
+from nextscale.models.layers import MLP, Modulation, SelfAttention
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
 from nextscale.schedule import Scale, Schedule, Size
 
@@ -32,7 +32,9 @@ class VARConfig:
 
 class VARBlock(ModulatedBlock):
     def __init__(self, config: VARConfig) -> None:
-        super().__init__(config.width, config.heads, config.hidden, config.cosine_attention, config.eps)
+        super().__init__(config.eps)
+        self.attn = SelfAttention(config.width, config.heads, config.cosine_attention)
+        self.mlp = MLP(config.width, config.hidden)
         if config.shared_modulation:
             self.offset = nn.Parameter(torch.zeros(1, 1, 6, config.width))
         else:

@@ -1,0 +1,1 @@
+"""Pictures and figures of what happened in a run."""

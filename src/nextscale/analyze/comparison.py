@@ -1,0 +1,77 @@
+"""One picture of two runs: the images, where the second one computed, and the time of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from nextscale.errors import NextscaleError
+from nextscale.images import from_pil
+from nextscale.pipeline import Output
+from nextscale.trace import Trace
+from nextscale.writing import whole_file
+
+
+def require_matplotlib() -> Any:
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise NextscaleError("drawing needs matplotlib: pip install 'nextscale[plot]'") from None
+    pyplot.switch_backend("agg")
+    return pyplot
+
+
+def computed(trace: Trace, image: int, scale: int) -> np.ndarray:
+    """The share of layers that computed each cell of a scale (1 = the first), [h, w]."""
+    layers = range(1, trace.costs.depth + 1)
+    return np.mean([trace.kept(image, scale, layer) for layer in layers], axis=0)
+
+
+def psnr(a: Tensor, b: Tensor) -> float:
+    """Of pictures in [-1, 1], in decibels."""
+    return float(-10 * (a - b).div(2).square().mean().clamp_min(1e-12).log10())
+
+
+def draw_comparison(plain: Output, fast: Output, prompt: str, path: Path) -> str:
+    """Writes the picture; returns its figures as one sentence."""
+    pyplot = require_matplotlib()
+    seconds = [run.trace.seconds["total"] for run in (plain, fast)]
+    share = fast.trace.share()
+    quality = psnr(from_pil(plain.images[:1]), from_pil(fast.images[:1]))
+    name = fast.trace.header["method"]["name"]
+    scales = len(fast.trace.schedule)  # columns of maps
+    figure = pyplot.figure(figsize=(11, 7.6), facecolor="white")
+    images = figure.add_gridspec(1, 2, left=0.02, right=0.98, top=0.88, bottom=0.22, wspace=0.02)
+    maps = figure.add_gridspec(1, scales, left=0.02, right=0.98, top=0.16, bottom=0.05, wspace=0.08)
+    titles = (f"plain: {seconds[0]:.1f} s", f"{name}: {seconds[1]:.1f} s ({seconds[0] / seconds[1]:.1f}x faster)")
+    for run, title, place in zip((plain, fast), titles, images, strict=True):
+        axes = figure.add_subplot(place)
+        axes.imshow(run.images[0])
+        axes.set_title(title, fontsize=13)
+        axes.axis("off")
+    for scale in fast.trace.schedule:
+        axes = figure.add_subplot(maps[scale.index])
+        shown = computed(fast.trace, 0, scale.index + 1)
+        axes.imshow(shown, cmap="magma", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_title(f"{scale}\n{100 * shown.mean():.0f} %", fontsize=8)
+        axes.set_xticks([])
+        axes.set_yticks([])
+    figure.suptitle(f"“{prompt}”, seed {fast.seeds[0]}", fontsize=14, y=0.98)
+    figure.text(
+        0.5,
+        0.015,
+        f"below: the cells of every scale that {name} computed (bright = in all layers, black = in none); "
+        f"{100 * share:.0f} % of the tokens of the plain run",
+        ha="center",
+        fontsize=9,
+    )
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=110, format=path.suffix.lstrip(".").lower() or "png")
+    pyplot.close(figure)
+    return (
+        f"plain {seconds[0]:.2f} s, {name} {seconds[1]:.2f} s: {seconds[0] / seconds[1]:.2f}x faster, "
+        f"{100 * share:.1f} % of the tokens, PSNR against the plain picture {quality:.1f} dB"
+    )
