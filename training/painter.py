@@ -35,7 +35,7 @@ def load_sprites(folder: Path, vocabulary: dict[str, Any]) -> Tensor:
 
 def stand_ins(vocabulary: dict[str, Any]) -> Tensor:
     """Tinted shapes in the place of all sprites, so that a smoke run needs no downloads."""
-    shapes = torch.from_numpy(np.stack([premultiplied(draw_shape(s["name"])) for s in vocabulary["shapes"]]))
+    shapes = torch.from_numpy(np.stack([premultiplied(draw_shape(s["name"], 48)) for s in vocabulary["shapes"]]))
     count = len(STYLES) * len(vocabulary["objects"])
     tints = torch.rand(count, 1, 1, 4, generator=torch.Generator().manual_seed(0))
     tints[..., 3] = 1
@@ -49,9 +49,9 @@ def premultiplied(rgba: np.ndarray) -> np.ndarray:
     return np.concatenate((colour, rgba[..., 3:]), axis=-1)
 
 
-def draw_shape(name: str) -> np.ndarray:
+def draw_shape(name: str, side: int = SIDE) -> np.ndarray:
     """White on nothing, RGBA."""
-    big = 4 * SIDE
+    big = 4 * side
     picture = Image.new("L", (big, big))
     draw = ImageDraw.Draw(picture)
     low, high, middle = 0.05 * big, 0.95 * big, big / 2
@@ -87,8 +87,8 @@ def draw_shape(name: str) -> np.ndarray:
         draw.rectangle((low, 0.36 * big, high, 0.64 * big), fill=255)
     else:
         raise ValueError(f"no drawing of {name!r}")
-    mask = np.asarray(picture.resize((SIDE, SIDE), Image.Resampling.BOX))
-    return np.dstack((np.full((SIDE, SIDE, 3), 255, np.uint8), mask))
+    mask = np.asarray(picture.resize((side, side), Image.Resampling.BOX))
+    return np.dstack((np.full((side, side, 3), 255, np.uint8), mask))
 
 
 def coordinates(side: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ class Painter:
         for slot in range(SLOTS):
             sprite, place = batch.sprite[rows, slot], batch.place[rows, slot]
             # The host decides which rows go together, so the device never waits for it.
-            ratio = SIDE / (place[:, 2].clamp_min(1e-3) * self.side)
+            ratio = self.mips[0].shape[-1] / (place[:, 2].clamp_min(1e-3) * self.side)
             level = ratio.log2().round().clamp(0, len(self.mips) - 1)
             for mip, sprites in enumerate(self.mips):
                 (chosen,) = torch.where((sprite >= 0) & (level == mip))

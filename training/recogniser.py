@@ -40,11 +40,11 @@ NEAR = 0.08  # how far a detection may lie from the true centre, as a share of t
 OPTIONS: dict[str, Any] = {
     "widths": (48, 96, 192, 224),  # at strides 4, 8, 16, 32 of the reduced picture
     "features": 128,
-    "batch": 128,
-    "coded": 32,  # pictures of a batch that go through the tokenizer, the dearest part of a step
+    "batch": 64,
+    "coded": 16,  # pictures of a batch that go through the tokenizer, the dearest part of a step
     "learning_rate": 0.0015,
     "average": 0.995,
-    "seconds": 100,
+    "seconds": 200,
     "check": 512,  # scenes that measure it
 }
 SMOKE: dict[str, Any] = {
@@ -79,6 +79,16 @@ class Residual(nn.Module):
         return x + self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
 
 
+def outlines(pictures: Tensor) -> Tensor:
+    """Edges across and down [B, 2, H, W], whatever the colours on their two sides.
+
+    A shape has nothing else, and without them the net knew its colour long before it left chance at naming it.
+    """
+    across = F.pad(pictures.diff(dim=3), (0, 1, 0, 0)).abs().amax(1, keepdim=True)
+    down = F.pad(pictures.diff(dim=2), (0, 0, 0, 1)).abs().amax(1, keepdim=True)
+    return torch.cat((across, down), dim=1).add(1e-3).sqrt()  # a faint edge is an edge too
+
+
 class Recogniser(nn.Module):
     """Down to stride 32, where one cell sees the largest object whole, and up again to where centres are told."""
 
@@ -87,7 +97,7 @@ class Recogniser(nn.Module):
         self.classes = classes
         a, b, c, d = widths
         self.stem = nn.Sequential(
-            nn.Conv2d(3, a, 5, stride=2, padding=2), nn.SiLU(), nn.Conv2d(a, a, 3, stride=2, padding=1), Residual(a)
+            nn.Conv2d(5, a, 5, stride=2, padding=2), nn.SiLU(), nn.Conv2d(a, a, 3, stride=2, padding=1), Residual(a)
         )
 
         def down(small: int, large: int) -> nn.Sequential:
@@ -105,7 +115,7 @@ class Recogniser(nn.Module):
 
     def maps(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
         """Reduced pictures [B, 3, H, W] in [-1, 1] -> logits of centres [B, h, w] and features [B, C, h, w]."""
-        at8 = self.down8(self.stem(pictures))
+        at8 = self.down8(self.stem(torch.cat((pictures, outlines(pictures)), dim=1)))
         at16 = self.down16(at8)
         up = F.interpolate(self.up16(self.down32(at16)), scale_factor=2.0, mode="nearest")
         up = F.interpolate(self.up8(self.mix16(at16 + up)), scale_factor=2.0, mode="nearest")
@@ -192,12 +202,17 @@ class Pictures:
         """Some scenes lose the order that captions give them, or the detector would see what it expects to see."""
         shape = batch.sprite.shape
         spoiled = (torch.rand(shape[0], 1) < 0.4) & (batch.sprite >= 0)
-        other = torch.randint(self.sprites, shape)
+        first = len(STYLES) * self.objects  # of the shapes, which are few among the sprites and hard to tell
+        other = torch.where(
+            torch.rand(shape) < 0.25, torch.randint(first, self.sprites, shape), torch.randint(self.sprites, shape)
+        )
         swapped = spoiled & (torch.rand(shape) < 0.3)
         sprite = torch.where(swapped, other, batch.sprite)
         sprite = torch.where(spoiled & (torch.rand(shape) < 0.15), -1, sprite)
-        tint = self.palette[torch.randint(len(self.palette), shape)]
-        tint = torch.where((other >= len(STYLES) * self.objects)[..., None], tint, 255)
+        chosen = torch.randint(len(self.palette), shape)
+        same = (self.palette[chosen][:, :, None] == batch.colours[:, None]).all(-1).any(-1)
+        chosen = torch.where(same, (chosen + 5) % len(self.palette), chosen)  # or it might not be seen
+        tint = torch.where((other >= first)[..., None], self.palette[chosen], 255)
         tint = torch.where(swapped[..., None], tint, batch.tint)
         moved = spoiled[..., None] * (torch.rand(*shape, 3) - 0.5)
         shift, growth = moved[..., :2] * 0.12, 1 + moved[..., 2:] * 0.3
@@ -269,7 +284,7 @@ def targets(batch: Batch, objects: int, palette: Tensor, side: int, where: torch
 
 
 def losses(heat: Tensor, what: Tensor, colour: Tensor, wanted: Targets) -> Tensor:
-    """Of centres, classes and colours; the first is a focal loss for soft targets."""
+    """Of centres (a focal loss for soft targets), objects, shapes and colours of shapes."""
     there, shape = wanted.there.float(), wanted.shape.float()
     plain = F.binary_cross_entropy_with_logits(heat, wanted.heat, reduction="none")
     centres = ((heat.sigmoid() - wanted.heat).square() * plain).sum() / there.sum().clamp_min(1)
@@ -278,7 +293,8 @@ def losses(heat: Tensor, what: Tensor, colour: Tensor, wanted: Targets) -> Tenso
         loss = F.cross_entropy(logits.flatten(0, 1), label.flatten(), reduction="none")
         return (loss * weight.flatten()).sum() / weight.sum().clamp_min(1)
 
-    return torch.stack((centres, named(what, wanted.label, there), 0.5 * named(colour, wanted.colour, shape)))
+    objects, shapes = (named(what, wanted.label, weight) for weight in (there - shape, shape))
+    return torch.stack((centres, objects, shapes, named(colour, wanted.colour, shape)))
 
 
 def learning_rate(progress: float) -> float:
@@ -303,7 +319,7 @@ def train(
     groups = [{"params": matrices, "weight_decay": 0.02}, {"params": others, "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, base, betas=(0.9, 0.98), fused=True)
     average = Average([recogniser], options["average"])
-    palette = pictures.palette.to(where)
+    palette, weights = pictures.palette.to(where), torch.tensor((1.0, 1.0, 0.5, 0.5), device=where)
     side = pictures.painter.side // REDUCED // STRIDE
 
     def step(progress: float | None) -> Tensor:
@@ -315,7 +331,7 @@ def train(
             heat, what, colour = run(made, wanted.cells)
         loss = losses(heat.float(), what.float(), colour.float(), wanted)
         optimiser.zero_grad(set_to_none=True)
-        loss.sum().backward()
+        (loss * weights).sum().backward()
         nn.utils.clip_grad_norm_(recogniser.parameters(), 1.0)
         optimiser.step()
         return loss.detach()
@@ -336,11 +352,11 @@ def train(
         average.update()
         done += 1
         if done % 100 == 0 or done in (1, 10, 30):
-            centres, classes, colours = loss.tolist()
+            numbers = zip(("centres", "objects", "shapes", "colours"), loss.tolist(), strict=True)
             rate = done * batch / clock.elapsed
             log(
                 f"step {done} {clock.elapsed:.0f} s, {rate:.0f} pictures/s: "
-                f"centres {centres:.3f} classes {classes:.3f} colours {colours:.3f}"
+                + " ".join(f"{name} {x:.3f}" for name, x in numbers)
             )
     log(f"{done} steps, {done * batch} pictures, {clock.elapsed:.0f} s")
     return average
