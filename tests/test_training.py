@@ -61,9 +61,11 @@ def test_captions_can_be_read_and_describe_the_scene(vocabulary: dict, lexicon: 
 
 def test_places_follow_the_relation() -> None:
     (x1, y1, _), (x2, y2, _) = scenes.layout("left of", [1, 1])
-    assert (x1 < 0.5 < x2) and y1 == y2
+    assert x1 < 0.5 < x2
+    assert y1 == y2
     (x1, y1, _), (x2, y2, _) = scenes.layout("below", [1, 1])
-    assert (y2 < 0.5 < y1) and x1 == x2
+    assert y2 < 0.5 < y1
+    assert x1 == x2
     for relation in (None, "left of", "right of", "above", "below"):
         for counts in ([1, 1], [2, 1], [1, 3], [2, 2]):
             spots = scenes.layout(relation, counts)

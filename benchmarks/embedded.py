@@ -1,0 +1,80 @@
+"""The embedded model: seconds and quality of every method beside the plain run, in one process.
+
+    python benchmarks/embedded.py [--prompts 4] [--device cpu] [--threads 2] [METHOD ...]
+
+Each method draws the same prompts with the same seeds as the plain run, at 512 x 512, batch 1, guided, after one
+warm-up. PSNR and SSIM compare with the plain picture: they say how much a method changed, not how good it looks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import torch
+
+from nextscale import NOVA, DropGuidance, FastVAR, Pipeline, SparseVAR, ToProVAR, Truncate
+from nextscale.evaluate.ssim import ssim
+from nextscale.methods.base import Method
+
+PROMPTS = (
+    "a fox",
+    "two foxes above a blue heart",
+    "a penguin in the snow",
+    "a flat rocket at night",
+    "a classic owl at night",
+    "a green circle to the left of a red square",
+    "three balloons on a blue background",
+    "a train on a checkered gray background",
+)
+METHODS: dict[str, Method] = {
+    "nova, preset clipart": NOVA.preset("clipart"),
+    "nova, preset paper": NOVA.preset("paper"),
+    "nova, paper, uncomputed add nothing": NOVA(uncomputed="nothing"),
+    "fastvar, preset infinity": FastVAR.preset("infinity"),
+    "sparsevar": SparseVAR(),
+    "toprovar, uncalibrated": ToProVAR(),
+    "drop guidance 10": DropGuidance(10),
+    "nova clipart + drop guidance 10": NOVA.preset("clipart") + DropGuidance(10),
+    "truncate 1": Truncate(1),
+    "truncate 2": Truncate(2),
+    "truncate 3": Truncate(3),
+    "truncate 4": Truncate(4),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("methods", nargs="*", help=f"of: {', '.join(METHODS)}; default: all")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    unknown = [name for name in options.methods if name not in METHODS]
+    if unknown:
+        parser.error(f"unknown method {unknown[0]!r}; allowed: {', '.join(METHODS)}")
+    torch.set_num_threads(options.threads)
+    pipe = Pipeline.from_pretrained(device=options.device, progress_bar=False)
+    prompts = PROMPTS[: options.prompts]
+    pipe(prompts[0], seed=0, method=Truncate(3))
+    plain = [pipe(prompt, seed=seed, output_type="pt") for seed, prompt in enumerate(prompts)]
+    base = sum(run.trace.seconds["total"] for run in plain)
+    decode = sum(run.trace.seconds["decode"] for run in plain)
+    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} CPU threads"
+    print(f"{pipe.spec.name}, 512 x 512, float32, batch 1, {where}, {len(prompts)} prompts, torch {torch.__version__}")
+    print(f"{'method':<36} {'seconds':>8} {'speed-up':>9} {'tokens':>7} {'PSNR':>6} {'SSIM':>6}")
+    print(f"{'plain':<36} {base / len(prompts):>8.2f} {1:>8.2f}x {1:>7.1%} {'-':>6} {'-':>6}", flush=True)
+    for name in options.methods or METHODS:
+        runs = [pipe(p, seed=seed, method=METHODS[name], output_type="pt") for seed, p in enumerate(prompts)]
+        seconds = sum(run.trace.seconds["total"] for run in runs)
+        share = statistics.mean(run.trace.share() for run in runs)
+        pairs = [(run.images, full.images) for run, full in zip(runs, plain, strict=True)]
+        psnr = statistics.mean(float(-10 * (a - b).square().mean().clamp_min(1e-12).log10()) for a, b in pairs)
+        alike = statistics.mean(float(ssim(a, b, span=1.0).mean()) for a, b in pairs)
+        each = seconds / len(prompts)
+        print(f"{name:<36} {each:>8.2f} {base / seconds:>8.2f}x {share:>7.1%} {psnr:>6.1f} {alike:>6.3f}", flush=True)
+    print(f"decoding takes {decode / base:.1%} of the plain run")
+
+
+if __name__ == "__main__":
+    main()
