@@ -33,6 +33,8 @@ PLACES = {  # named backgrounds that are pictures of their own
     "sea": "in the sea",
     "sunset": "at sunset",
 }
+TASKS = ("single", "count", "relation", "pair", "groups", "several")
+MIX = (0.42, 0.17, 0.24, 0.07, 0.07, 0.03)
 COUNTS = ("a", "two", "three", "four")
 RELATIONS = {
     "left of": ("to the left of", "left of", "on the left of"),
@@ -122,17 +124,22 @@ def layout(relation: str | None, counts: list[int]) -> list[tuple[float, ...]]:
 class Scenes:
     """Draws scenes from the vocabulary."""
 
-    def __init__(self, vocabulary: dict[str, Any], unseen: bool = False, jitter: float = 1.0) -> None:
-        """`unseen`: the held-out pairs only, instead of all others."""
-        self.vocabulary, self.unseen, self.jitter = vocabulary, unseen, jitter
+    def __init__(
+        self,
+        vocabulary: dict[str, Any],
+        unseen: bool = False,
+        jitter: float = 1.0,
+        mix: tuple[float, ...] = MIX,
+    ) -> None:
+        """`unseen`: the held-out pairs only, instead of all others. `mix`: how often each task comes."""
+        self.vocabulary, self.unseen, self.jitter, self.mix = vocabulary, unseen, jitter, mix
         self.objects, self.shapes = vocabulary["objects"], vocabulary["shapes"]
         self.colours = [c["name"] for c in vocabulary["colours"]]
         self.usual = [self.colours.index(s["colour"]) for s in self.shapes]
         self.white = self.colours.index("white")
 
     def draw(self, rng: np.random.Generator, task: str | None = None) -> Scene:
-        tasks = ("single", "count", "relation", "pair", "groups", "several")
-        task = task or str(rng.choice(tasks, p=(0.42, 0.17, 0.24, 0.07, 0.07, 0.03)))
+        task = task or str(rng.choice(TASKS, p=self.mix))
         style = int(rng.choice(3, p=(0.44, 0.28, 0.28)))
         background, colours, where = self.background(rng)
         taken = {colours[0]} if background == "plain" else set()
@@ -278,22 +285,21 @@ def batch_of(scenes: list[Scene], vocabulary: dict[str, Any], lexicon: Lexicon) 
 class SceneStream(IterableDataset):
     """Batches without end; each worker has its own seed, so a run is repeatable for a given number of workers."""
 
-    def __init__(self, seed: int, size: int, jitter: float = 1.0) -> None:
-        self.seed, self.size, self.jitter = seed, size, jitter
+    def __init__(self, seed: int, size: int, jitter: float, mix: tuple[float, ...]) -> None:
+        self.seed, self.size, self.jitter, self.mix = seed, size, jitter, mix
 
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
         rng = np.random.default_rng((self.seed, worker.id if worker else 0))
         vocabulary = read_vocabulary()
-        scenes, lexicon = Scenes(vocabulary, jitter=self.jitter), Lexicon(words_of(vocabulary))
+        scenes, lexicon = Scenes(vocabulary, jitter=self.jitter, mix=self.mix), Lexicon(words_of(vocabulary))
         while True:
             batch = batch_of([scenes.draw(rng) for _ in range(self.size)], vocabulary, lexicon)
             batch.scenes = []  # would be costly to send between processes
             yield batch
 
 
-def stream(seed: int, size: int, workers: int, jitter: float = 1.0) -> Iterator[Batch]:
-    loader = torch.utils.data.DataLoader(
-        SceneStream(seed, size, jitter), batch_size=None, num_workers=workers, prefetch_factor=4 if workers else None
-    )
-    return iter(loader)
+def stream(seed: int, size: int, workers: int, jitter: float = 1.0, mix: tuple[float, ...] = MIX) -> Iterator[Batch]:
+    scenes = SceneStream(seed, size, jitter, mix)
+    ahead = 4 if workers else None
+    return iter(torch.utils.data.DataLoader(scenes, batch_size=None, num_workers=workers, prefetch_factor=ahead))

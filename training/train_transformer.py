@@ -237,7 +237,8 @@ class Source:
 
     def __init__(self, trainer: Trainer, painter: Painter, seed: int, workers: int, kind: dict[str, Any]) -> None:
         self.trainer, self.painter, self.reuse = trainer, painter, kind.get("reuse", 1)
-        self.scenes: Iterator[Batch] = stream(seed, kind["batch"], workers)
+        mix = tuple(trainer.options["mix"])
+        self.scenes: Iterator[Batch] = stream(seed, kind["batch"], workers, mix=mix)
         self.kept: list[tuple[Tensor, Batch]] = []
         self.random = random.Random(seed)
         self.shown = 0
