@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ask
 from PIL import Image
 
+from conftest import ask
 from nextscale import NOVA, Truncate
 from nextscale.analyze.comparison import computed, draw_comparison
 from nextscale.cli import main
