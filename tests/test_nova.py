@@ -188,16 +188,15 @@ def test_attention_entropy(spread: float) -> None:
     assert (attention_entropy(q, k, 0.7, mask, chunk=32) - naive).abs().max() < 1e-3
 
 
-def test_uncomputed_cells_add_nothing(infinity) -> None:
-    """The map changes at the last scale exactly where every layer computed; with "sample" it changes everywhere."""
-    last = 7  # scales of the small schedule
-    for uncomputed in ("nothing", "sample"):
-        maps = []
-        method = NOVA(t_est=5, uncomputed=uncomputed)
-        out = ask(infinity, 1, method=method, callback_on_scale_end=lambda e: maps.append(e.features[0].clone()))
-        assert out.trace.to_dict()["images"][0]["activation"]["scale"] <= last
-        kept = [torch.from_numpy(out.trace.kept(0, last, layer)) for layer in range(1, infinity.backbone.depth + 1)]
-        computed = torch.stack(kept).all(0)
-        assert 0 < computed.sum() < computed.numel()
-        changed = (maps[-1] != maps[-2]).any(0)
-        assert torch.equal(changed, computed if uncomputed == "nothing" else torch.ones_like(computed))
+@pytest.mark.parametrize("uncomputed", ["nothing", "sample"])
+def test_uncomputed_cells(infinity, uncomputed: str) -> None:
+    """The map changes at the last scale exactly where every layer computed, or everywhere."""
+    maps, last = [], 7  # scales of the small schedule
+    method = NOVA(t_est=5, uncomputed=uncomputed)
+    out = ask(infinity, 1, method=method, callback_on_scale_end=lambda e: maps.append(e.features[0].clone()))
+    assert out.trace.to_dict()["images"][0]["activation"]["scale"] <= last
+    kept = [torch.from_numpy(out.trace.kept(0, last, layer)) for layer in range(1, infinity.backbone.depth + 1)]
+    computed = torch.stack(kept).all(0)
+    assert 0 < computed.sum() < computed.numel()
+    changed = (maps[-1] != maps[-2]).any(0)
+    assert torch.equal(changed, computed if uncomputed == "nothing" else torch.ones_like(computed))
