@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from nextscale.pipeline import Pipeline
-from nextscale.testing import tiny_infinity, tiny_var
+from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 
 DATA = Path(__file__).parent / "data"
 # Recordings that are too many for the repository lie beside it on the machines of its authors.
 SHARED = Path(os.environ.get("NEXTSCALE_SHARED", Path(__file__).parents[2] / "shared"))
-BUNDLED = sorted(p.parent for p in DATA.glob("*/config.json"))
-MORE = sorted(p.parent for family in ("var", "infinity") for p in SHARED.glob(f"goldens/{family}/*/config.json"))
+BUNDLED = sorted(p.parent for p in DATA.glob("**/config.json"))
+MORE = sorted(p.parent for p in SHARED.glob("goldens/*/*/config.json"))
 MORE += sorted(
     Path(p).parent
     for root in os.environ.get("NEXTSCALE_CASES", "").split(":")
@@ -43,7 +43,12 @@ def patchified() -> Pipeline:
     return tiny_infinity(patchify=True)
 
 
-@pytest.fixture(params=["var", "infinity", "patchified"])
+@pytest.fixture(scope="session")
+def hart() -> Pipeline:
+    return tiny_hart()
+
+
+@pytest.fixture(params=["var", "infinity", "patchified", "hart"])
 def any_pipe(request: pytest.FixtureRequest) -> Pipeline:
     return request.getfixturevalue(request.param)
 
@@ -54,7 +59,8 @@ def ask(pipe: Pipeline, images: int = 1, first: int = 0, **options):
     options.setdefault("seed", [139 + i for i in which])
     if pipe.backbone.prompts == "label":
         return pipe([i % 10 for i in which], **options)
-    options.setdefault("pixel_budget", "0.06M")
+    if pipe.backbone.family == "infinity":
+        options.setdefault("pixel_budget", "0.06M")
     return pipe(prompt_embeds=[embeds(3 + i, seed=i)[0] for i in which], **options)
 
 

@@ -209,7 +209,7 @@ def test_bad_files(tmp_path: Path) -> None:
     refused("no tokenizer, and none was found beside it; pass vae=", weights)
     refused("the tokenizer file .* does not exist", weights, vae="nowhere.pth")
     # wrong family
-    refused("holds a VQ tokenizer .*, but a VAR transformer or an Infinity transformer is needed", vae)
+    refused("holds a VQ tokenizer .*, but a VAR transformer or an Infinity transformer or a HART", vae)
     refused("holds a BSQ tokenizer .*, but a VQ tokenizer", weights, vae=vae_2b)
     refused("holds a VAR transformer, but a BSQ tokenizer", weights_2b, vae=weights)
     refused("16 bits per token, which does not fit the 6 channels", weights_2b, vae=vae_8b)

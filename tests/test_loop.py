@@ -16,6 +16,8 @@ from nextscale.methods.selection import Selection
 from nextscale.schedule import INFINITY_GRIDS, PIXEL_BUDGETS
 from nextscale.testing import tiny_infinity, tiny_var
 
+UNGUIDED = {"var": 0.0, "infinity": 1.0, "hart": 0.0}
+
 
 def test_a_b_a(any_pipe) -> None:
     a = ask(any_pipe, 2)
@@ -217,11 +219,11 @@ def test_teacher_forced_equals_cached(any_pipe) -> None:
         logits.append(end.raw_logits)
         maps.append(end.features)
 
-    options = {"guidance_scale": 1.0} if any_pipe.backbone.prompts == "text" else {"guidance_scale": 0.0}
+    options = {"guidance_scale": UNGUIDED[any_pipe.backbone.family]}
     ask(any_pipe, 2, callback_on_scale_end=keep, **options)
     backbone, tokenizer = any_pipe.backbone, any_pipe.tokenizer
     text = any_pipe.backbone.prompts == "text"
-    schedule = any_pipe.schedule(pixel_budget="0.06M") if text else any_pipe.schedule()
+    schedule = any_pipe.schedule(pixel_budget="0.06M" if any_pipe.spec.pixel_budget else None)
     from nextscale.models.infinity import TextCondition
 
     condition = TextCondition([embeds(3 + i, seed=i)[0] for i in range(2)]) if text else torch.tensor([0, 1])
@@ -258,7 +260,7 @@ def test_rows_leave_when_no_later_scale_is_guided(infinity) -> None:
 
 
 def test_an_unguided_run_equals_the_conditional_branch(any_pipe) -> None:
-    none = 0.0 if any_pipe.backbone.prompts == "label" else 1.0
+    none = UNGUIDED[any_pipe.backbone.family]
     raw: list = []
     ask(any_pipe, guidance_scale=none, callback_on_scale_end=lambda e: raw.append((e.raw_logits, e.logits)))
     temperature = any_pipe.spec.defaults.temperature

@@ -28,22 +28,24 @@ def test_one_to_one(name: str) -> None:
     if name.startswith("var_"):  # the schedule of an unknown size would be read off lvl_1L, which has no data here
         del state.infos["lvl_1L"]
     family = family_of(state.infos)
-    assert family.name == ("vq" if name.startswith("vae") else "bsq" if "vae" in name else name.split("_")[0])
+    kinds = {"vae": "vq", "infinity_vae": "bsq", "hart_tokenizer": "hybrid-vq"}
+    tokenizer = next((kind for start, kind in kinds.items() if name.startswith(start)), None)
+    assert family.name == (tokenizer or name.split("_")[0])
     names = rename(family, state.infos)
     config = infer_config(family, state, names)
     with torch.device("meta"):
         module = family.module(config)
     check(module, state, names)
     assert sorted(names.values()) == sorted(n for n, _ in module.named_parameters())
-    left_out = {key.rpartition(".")[2] for key in state.infos if key not in names}
-    assert left_out <= {"attn_bias_for_masking", "zero_k_bias", "ema_vocab_hit_SV", "mask"}
+    left_out = {key.rpartition(".")[2] for key in state.infos if key not in names and not key.startswith("disc.")}
+    assert left_out <= {"attn_bias_for_masking", "zero_k_bias", "ema_vocab_hit_SV", "mask", "lvl_1L"}
 
 
 def test_shapes_tell_the_published_models() -> None:
     for spec in published():
         name = spec.weights.split(".")[0]
         name = {"infinity_2b_reg": "infinity_2b", "infinity_125M_256x256": "infinity_layer12"}.get(name, name)
-        name = "infinity_8b" if name.startswith("infinity_8b") else name
+        name = "infinity_8b" if name.startswith("infinity_8b") else "hart_0_7b" if name == "llm/" else name
         state = state_of(name)
         family = FAMILIES[spec.family]
         config = infer_config(family, state, rename(family, state.infos))
@@ -60,7 +62,8 @@ def test_infinity_sizes(name: str) -> None:
 
 def test_parameter_counts() -> None:
     """The totals of the model cards, in millions."""
-    for name, millions in {"var-d16": 310.28, "var-d30": 2010.02, "var-d36": 2353.89, "infinity-2b": 2204.6}.items():
+    totals = {"var-d16": 310.28, "var-d30": 2010.02, "var-d36": 2353.89, "infinity-2b": 2204.6, "hart-0.7b": 732.40}
+    for name, millions in totals.items():
         spec = MODELS[name]
         with torch.device("meta"):
             module = FAMILIES[spec.family].module(spec.backbone)

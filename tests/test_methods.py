@@ -75,7 +75,7 @@ NOTHING = {
     "random selection": RandomSelection(Truncate(0)),
     "composed": Truncate(0) + NOVA(t_est=2, scale_linkage=False, scale_table="nothing"),
 }
-SHAPES = {"var": {}, "infinity": {}, "infinity wide": {"aspect_ratio": 0.571}, "patchified": {}}
+SHAPES = {"var": {}, "infinity": {}, "infinity wide": {"aspect_ratio": 0.571}, "patchified": {}, "hart": {}}
 
 
 @pytest.fixture(params=METHODS)
@@ -175,7 +175,9 @@ def test_5_the_trace_adds_up(model, method, monkeypatch) -> None:
             n * e["rows"] for n, e in zip(per_scale, image["scales"], strict=True)
         )
         kept = [sum(e["layers"][j]["kept"] for e in image["scales"] if e["ran"]) for j in range(pipe.backbone.depth)]
-        assert lengths[image["index"], True] == kept, "KV entries = kept tokens"
+        assert sum(e["context"] for e in image["scales"]) == pipe.backbone.context
+        cached = [pipe.backbone.context + k for k in kept]
+        assert lengths[image["index"], True] == cached, "KV entries = context + kept tokens"
         reduced = image["row_tokens_computed"] < image["row_tokens_full"]
         assert not reduced or image["activation"]["scale"] is not None
         assert (image["flops"] < image["flops_full"]) == reduced

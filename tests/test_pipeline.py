@@ -110,11 +110,12 @@ def test_encode_then_force_reconstructs(any_pipe) -> None:
     picture = ask(any_pipe, 2).images
     h = picture[0].height
     tokens = any_pipe.encode(picture)
-    size = {"pixel_budget": None, "height": h, "width": h} if any_pipe.backbone.prompts == "text" else {}
+    size = {"pixel_budget": None, "height": h, "width": h} if any_pipe.backbone.family == "infinity" else {}
     out = ask(any_pipe, 2, force_tokens=tokens, output_type="pt", **size)
     pixels = from_pil(picture)
     encoded = any_pipe.tokenizer.encode(pixels, any_pipe.schedule(h, h))
-    assert torch.allclose(out.images, any_pipe.decode(encoded.maps[-1]).add(1).div(2), atol=1e-5)
+    if any_pipe.backbone.family != "hart":  # which adds a residual of its own
+        assert torch.allclose(out.images, any_pipe.decode(encoded.maps[-1]).add(1).div(2), atol=1e-5)
     there_and_back = np.asarray(to_pil(pixels)[1]).astype(int)
     assert abs(there_and_back - np.asarray(picture[1])).max() <= 1  # truncated, as the official code does
     with pytest.raises(NextscaleError, match=r"(nearest are|only)"):
@@ -285,7 +286,7 @@ BAD_FOR_ALL = [
 
 @pytest.mark.parametrize(("options", "match"), BAD_FOR_ALL, ids=[str(sorted(o)) for o, _ in BAD_FOR_ALL])
 def test_bad_arguments(any_pipe, options, match: str) -> None:
-    if any_pipe.backbone.prompts == "text":
+    if any_pipe.backbone.family == "infinity":
         options = {"pixel_budget": None if "height" in options else "0.06M", **options}
     with pytest.raises(NextscaleError, match=match) as caught:
         ask(any_pipe, **options)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import operator
 import secrets
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
+
+Fill = Callable[..., Any]  # fills a tensor in place, with a generator
 
 
 class Draws(Protocol):
@@ -23,6 +25,10 @@ class Draws(Protocol):
 
     def gumbel(self, like: Tensor, scale: int, images: Sequence[int]) -> Tensor:
         """Gumbel noise of the shape of `like`."""
+        ...
+
+    def normal(self, like: Tensor, scale: int, images: Sequence[int], name: str) -> Tensor:
+        """Standard normal noise of the shape of `like`; a scale may need several, by name."""
         ...
 
 
@@ -37,14 +43,17 @@ class PerImageDraws:
         self.seeds = list(seeds)
         self.generator = torch.Generator(device=device)
 
-    def _exponential(self, like: Tensor, scale: int, images: Sequence[int], stream: str) -> Tensor:
+    def _noise(self, like: Tensor, scale: int, images: Sequence[int], stream: str, fill: Fill) -> Tensor:
         noise = torch.empty(like.shape, dtype=torch.float32, device=self.generator.device)
         for row, image in enumerate(images):
             key = f"{self.seeds[image]}/{scale}/{stream}".encode()
             # CPU generators read 32 bits of a seed, so the three numbers are hashed, not added.
             seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
-            noise[row].exponential_(generator=self.generator.manual_seed(seed))
+            fill(noise[row], generator=self.generator.manual_seed(seed))
         return noise.to(like.device)
+
+    def _exponential(self, like: Tensor, scale: int, images: Sequence[int], stream: str) -> Tensor:
+        return self._noise(like, scale, images, stream, Tensor.exponential_)
 
     def categorical(self, probs: Tensor, scale: int, images: Sequence[int]) -> Tensor:
         # Exponential race: argmax(p / E) is a draw from p, and every cell owns its numbers.
@@ -52,6 +61,9 @@ class PerImageDraws:
 
     def gumbel(self, like: Tensor, scale: int, images: Sequence[int]) -> Tensor:
         return -self._exponential(like, scale, images, "gumbel").log()
+
+    def normal(self, like: Tensor, scale: int, images: Sequence[int], name: str) -> Tensor:
+        return self._noise(like, scale, images, f"normal {name}", Tensor.normal_)
 
 
 class OfficialDraws:
@@ -71,6 +83,11 @@ class OfficialDraws:
         device = like.device if self.generator is None else self.generator.device
         noise = torch.empty_like(like, device=device).exponential_(generator=self.generator)
         return -noise.log().to(like.device)
+
+    def normal(self, like: Tensor, scale: int, images: Sequence[int], name: str) -> Tensor:
+        # The original draws these from torch's global generators; here they follow the one that is given.
+        device = like.device if self.generator is None else self.generator.device
+        return torch.empty_like(like, device=device).normal_(generator=self.generator).to(like.device)
 
 
 def read_draws(

@@ -52,7 +52,7 @@ def estimate(
     return Estimate(
         weights=weights + text_encoder_bytes,
         text=2 * item * backbone.depth * rows * text_length * width if "cross" in backbone.parts else 0,
-        kv_cache=2 * item * backbone.depth * rows * schedule.tokens * width,
+        kv_cache=2 * item * backbone.depth * rows * (backbone.context + schedule.tokens) * width,
         # Rows of logits, and what sampling makes of those of every image: filtered, sorted, probabilities, noise.
         blocks=tokens * (rows * max(per_token, logits) + images * 5 * logits),
         decoder=images * tokenizer.decoder_bytes(schedule),

@@ -98,8 +98,10 @@ class WatchedCache:
 class BlockCausal:
     """All scales at once, as in training: a token sees its own scale and every earlier one."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.spans = [(s.start, s.start + s.tokens) for s in schedule]
+    def __init__(self, schedule: Schedule, context: int = 0) -> None:
+        """`context` tokens stand in front of the first scale, and belong to it."""
+        ends = [context + s.start + s.tokens for s in schedule]
+        self.spans = list(zip([0, *ends], ends, strict=False))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
         # One unmasked call per scale reads no key twice more than it must and needs no L x L mask.

@@ -64,7 +64,8 @@ def generate(
     guided = sampling.guided_until > 0
     state = backbone.begin(condition, schedule, guided)
     run = Run(backbone, state, tokenizer.blank(images, schedule), schedule, guided)
-    run.reserve(policy.expected_tokens())
+    expected = policy.expected_tokens()
+    run.reserve(backbone.context + expected if expected else 0)
     inside = [backbone.depth + layer for layer in sampling.guidance_layers if layer < 0]
     for scale in schedule:
         plan = policy.begin_scale(scale)
@@ -84,7 +85,10 @@ def generate(
         policy.end_scale(x, raw, logits, stats)
         target = forced[scale.index][list(rows.which)] if scale.index < len(forced) else None
         drawn = sample(logits, scale, sampling, draws, rows.which, tokenizer, target)
-        codes = drawn.codes if cell_weight is None else drawn.codes * cell_weight[..., None]
+        codes = drawn.codes
+        if scale.index == len(schedule) - 1:
+            codes = backbone.finish(state, x, drawn, tokenizer, rows, weight, draws)
+        codes = codes if cell_weight is None else codes * cell_weight[..., None]
         run.store(rows, scale, tokenizer.add(features, codes, scale, schedule), drawn.tokens)
         policy.added(run.features, stats)
         trace.ran(stats, state)

@@ -92,6 +92,8 @@ class Pipeline:
         with bar(f"load {plan.spec.name}", plan.nbytes, progress_bar, data=True) as advance:
             backbone, tokenizer = plan.build(target, where, advance)
         encoder = text_encoder or plan.build_text(where)
+        if isinstance(encoder, (str, Path)) and plan.spec.family == "hart":
+            raise NextscaleError("HART's text encoder cannot be loaded yet; pass prompt_embeds= when calling")
         if isinstance(encoder, (str, Path)) or (encoder is None and plan.spec.text_encoder):
             options: dict[str, Any] = {"token": token, "local_files_only": local_files_only}
             name = encoder or plan.spec.text_encoder
@@ -153,7 +155,7 @@ class Pipeline:
         top_k: int | None = None,
         top_p: float | None = None,
         greedy: bool = False,
-        smooth: bool = False,
+        smooth: bool | None = None,
         guidance_layers: int | Sequence[int] = (0,),
         method: Method | None = None,
         force_tokens: Sequence[Tensor] | None = None,
@@ -173,7 +175,7 @@ class Pipeline:
             height, width | aspect_ratio, pixel_budget: `aspect_ratio` is height / width.
             method: what is left out of the computation; None computes everything.
         To tinker with:
-            greedy: the likeliest token everywhere. smooth: VAR's Gumbel-softmax option.
+            greedy: the likeliest token everywhere. smooth: VAR's Gumbel-softmax option (HART's default).
             guidance_layers: 0 = guide the logits, -n = after the n-th block from the end.
             force_tokens: tokens of the first scales (a slice of `Output.tokens`), which are then not chosen.
             callback_on_scale_end: called with a `ScaleEnd`; returning False stops.
@@ -303,7 +305,7 @@ class Pipeline:
         top_k: int | None = None,
         top_p: float | None = None,
         greedy: bool = False,
-        smooth: bool = False,
+        smooth: bool | None = None,
         guidance_layers: int | Sequence[int] = (0,),
     ) -> Sampling:
         """The values given, or else those that the model's authors publish, as one per scale."""
@@ -316,11 +318,12 @@ class Pipeline:
         return Sampling.make(
             scales,
             guidance=self.backbone.guidance(d.guidance_scale if guidance_scale is None else guidance_scale, scales),
+            progress=self.backbone.progress(scales),
             temperature=d.temperature if temperature is None else temperature,
             top_k=d.top_k if top_k is None else top_k,
             top_p=d.top_p if top_p is None else top_p,
             greedy=greedy,
-            smooth=smooth,
+            smooth=(d.smooth and not greedy) if smooth is None else smooth,
             guidance_layers=guidance_layers,
         )
 

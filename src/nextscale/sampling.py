@@ -50,18 +50,19 @@ class Sampling:
         cls,
         scales: int,
         guidance: tuple[float, ...],
+        progress: tuple[float, ...] | None = None,
         temperature: float | Sequence[float] = 1.0,
-        top_k: int = 0,
+        top_k: int | Sequence[int] = 0,
         top_p: float = 0.0,
         **rest: Any,
     ) -> Sampling:
         """Single numbers hold for every scale; `guidance` comes in its final form from the backbone."""
-        progress = tuple(k / max(scales - 1, 1) for k in range(scales))
+        ks = (top_k,) if isinstance(top_k, int) else tuple(top_k)
         return cls(
             guidance,
             per_scale(temperature, scales, "temperature"),
-            progress,
-            (top_k,) * scales,
+            progress or tuple(k / max(scales - 1, 1) for k in range(scales)),
+            (*ks, *ks[-1:] * scales)[:scales],
             top_p,
             **rest,
         )

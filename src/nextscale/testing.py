@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nextscale.models.hart import HART, HARTConfig
 from nextscale.models.infinity import Infinity, InfinityConfig
 from nextscale.models.registry import Defaults, ModelSpec
 from nextscale.models.var import VAR, VARConfig
@@ -61,9 +62,39 @@ def tiny_infinity(seed: int = 0, patchify: bool = False, text_dim: int = 128) ->
     return _pipeline("tiny-infinity", Infinity(config), tokenizer, Defaults(3.0, top_p=0.97), "0.25M", seed)
 
 
+@torch.no_grad()
+def tiny_hart(seed: int = 0, cosine_attention: bool = False) -> Pipeline:
+    """8 scales up to 8 x 8 tokens and 16 x 16 pixels, 12 slots of text; prompts as `prompt_embeds` of width 128."""
+    sides = (1, 2, 3, 4, 5, 6, 7, 8)
+    tokenizer = VQTokenizer(
+        VQConfig(vocabulary=64, code_dim=8, channels=32, multipliers=(1, 1), residual_blocks=1, hybrid=True)
+    )
+    config = HARTConfig(
+        depth=4,
+        width=32,
+        heads=2,
+        hidden=64,
+        sides=sides,
+        text_dim=128,
+        text_length=12,
+        vocabulary=64,
+        code_dim=8,
+        cosine_attention=cosine_attention,
+        diffusion_width=32,
+        diffusion_depth=2,
+        diffusion_steps=4,
+    )
+    pipe = _pipeline("tiny-hart", HART(config), tokenizer, Defaults(3.0, top_k=20, top_p=0.0), None, seed)
+    # Its attention is soft and its positions only turn queries, so random weights see little of either.
+    pipe.backbone.head_modulation.weight.mul_(0.1)
+    pipe.backbone.head_modulation.bias.mul_(0.1)
+    pipe.backbone.head_linear.weight.mul_(5)
+    return pipe
+
+
 def _pipeline(
     name: str,
-    backbone: VAR | Infinity,
+    backbone: VAR | Infinity | HART,
     tokenizer: VQTokenizer | BSQTokenizer,
     defaults: Defaults,
     budget: str | None,

@@ -36,6 +36,7 @@ class _Ran:
     rows: Rows
     chosen: list[dict[str, Selection | None]]  # per layer and part; None = all
     text_lengths: Tensor | None  # [R]
+    context: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Trace:
 
     def ran(self, stats: Stats, state: State) -> None:
         # Tensors are kept as they are and read when somebody asks: a run is never made to wait.
-        self.records[stats.scale.index] = _Ran(stats.rows, stats.chosen, state.text_lengths)
+        self.records[stats.scale.index] = _Ran(stats.rows, stats.chosen, state.text_lengths, stats.context)
 
     def finished(self, policy: Policy, stopped_after: list[int | None]) -> None:
         self.policy, self.stopped_after = policy, stopped_after
@@ -117,13 +118,13 @@ class Trace:
         flops = len(places) * scale.tokens * self.costs.head
         for layer, parts in enumerate(record.chosen):
             kept = {p: scale.tokens if c is None else int(c.count[places[0]]) for p, c in parts.items()}
-            cached[layer] += kept["self"]
+            cached[layer] += record.context + kept["self"]
             for part, count in kept.items():
                 for place in places:
                     keys = cached[layer]
                     if part == "cross" and record.text_lengths is not None:
                         keys = int(record.text_lengths[place])
-                    flops += self.costs.flops(part, count, keys)
+                    flops += self.costs.flops(part, record.context + count, keys)
             shown: dict[str, Any] = {
                 "layer": layer + 1,
                 "entropy": why.layer_entropy[layer] if why.layer_entropy else None,
@@ -134,7 +135,7 @@ class Trace:
                 shown["groups"] = kept
             entry["layers"].append(shown)
         mean = sum(e["ratio"] for e in entry["layers"]) / max(len(entry["layers"]), 1)
-        entry.update(ran=True, rows=len(places), ratio=mean if why.ratio is None else why.ratio)
+        entry.update(ran=True, context=record.context, rows=len(places), ratio=mean if why.ratio is None else why.ratio)
         return entry, flops
 
     def _image(self, image: int) -> dict[str, Any]:
@@ -143,6 +144,7 @@ class Trace:
         cached = [0] * depth
         entries, flops, full_rows, full_flops = [], 0, 0, 0
         text = self._text_lengths(image)
+        context = self.records[0].context if 0 in self.records else 0
         for scale in self.schedule:
             why = Decision() if policy is None else policy.decision(image, scale)
             entry, cost = self._scale(image, scale, cached, why)
@@ -151,8 +153,9 @@ class Trace:
             rows = 2 if scale.index < self.guided_until else 1
             full_rows += depth * scale.tokens * rows
             for branch in range(rows):
-                keys = {"self": scale.start + scale.tokens, "cross": text[branch]}
-                per_layer = sum(self.costs.flops(p, scale.tokens, keys.get(p, 0)) for p in self.costs.parts)
+                keys = {"self": context + scale.start + scale.tokens, "cross": text[branch]}
+                tokens = scale.tokens if scale.index else context + scale.tokens
+                per_layer = sum(self.costs.flops(p, tokens, keys.get(p, 0)) for p in self.costs.parts)
                 full_flops += depth * per_layer + scale.tokens * self.costs.head
         kept = [sum(layer["kept"] for layer in e["layers"]) for e in entries]
         activation = {"scale": None, "star": None, "reason": "none", "eta": None}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nextscale.checkpoints import infinity, var
+from nextscale.checkpoints import hart, infinity, var
 from nextscale.checkpoints.family import Family
 from nextscale.checkpoints.files import StateFile
 from nextscale.errors import NextscaleError
@@ -23,7 +23,9 @@ WORDS = Family(
     ignored="$^",
     infer=lambda shapes, state: None,
 )
-FAMILIES = {f.name: f for f in (var.FAMILY, infinity.FAMILY, var.TOKENIZER, infinity.TOKENIZER)}
+FAMILIES = {
+    f.name: f for f in (var.FAMILY, infinity.FAMILY, hart.FAMILY, var.TOKENIZER, infinity.TOKENIZER, hart.TOKENIZER)
+}
 
 
 def backbones() -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from nextscale.errors import NextscaleError, choices
 
 CHUNK_BYTES = 256 * 2**20
 INDEX = "model.safetensors.index.json"
+WHOLE = ("ema_model.bin", INDEX, "model.safetensors", "pytorch_model.bin")  # what a folder of weights may hold
 SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
 
 # Where a `.pth` file keeps its state dicts; the empty path is a flat one.
@@ -119,7 +120,7 @@ _DTYPES = {
 def open_states(path: Path) -> list[StateFile]:
     """The state dicts in a file, or the one that a sharded folder holds."""
     if path.is_dir():
-        return [_open_folder(path)]
+        return _open_folder(path)
     if not path.exists():
         raise NextscaleError(f"{path} does not exist")
     if path.suffix == ".safetensors":
@@ -199,14 +200,20 @@ def _open_safetensors(path: Path) -> Any:
         raise NextscaleError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def _open_folder(path: Path) -> SafetensorsState:
+def holds_weights(folder: Path) -> bool:
+    return any((folder / name).exists() for name in WHOLE)
+
+
+def _open_folder(path: Path) -> list[StateFile]:
+    """Averaged weights first: those are what the authors of HART run."""
+    found = next((name for name in WHOLE if (path / name).exists()), None)
+    if found is None:
+        raise NextscaleError(f"{path} holds no weights; looked for {choices(WHOLE)}")
+    return [_open_shards(path)] if found == INDEX else open_states(path / found)
+
+
+def _open_shards(path: Path) -> SafetensorsState:
     index = path / INDEX
-    if not index.exists():
-        single = path / "model.safetensors"
-        if single.exists():
-            with _open_safetensors(single) as f:
-                return SafetensorsState(path, dict.fromkeys(f.keys(), single))
-        raise NextscaleError(f"{path} is not a sharded checkpoint: it holds neither {INDEX} nor model.safetensors")
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         shards = {key: path / name for key, name in weight_map.items()}

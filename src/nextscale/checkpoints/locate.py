@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nextscale.checkpoints.files import INDEX, SUFFIXES
+from nextscale.checkpoints.files import INDEX, SUFFIXES, holds_weights
 from nextscale.errors import NextscaleError, choices
 from nextscale.models.registry import EMBEDDED, MODELS, ModelSpec, get_model, published
 
@@ -50,7 +50,7 @@ class Hub:
                 try:
                     if name.endswith("/"):
                         folder = Path(snapshot_download(repo, allow_patterns=[f"{name}*"], **options)) / name
-                        if (folder / INDEX).exists():
+                        if holds_weights(folder):
                             return folder
                     else:
                         return Path(hf_hub_download(repo, name, **options))
@@ -131,12 +131,18 @@ def _local(path: Path, spec: ModelSpec | None, vae: str | Path | None, hub: Hub)
         converted = read_converted(path / CONFIG)
         if converted is not None:
             return _converted(path / WEIGHTS, converted, spec, vae)
-        if not any((path / name).exists() for name in (INDEX, WEIGHTS)):
-            spec, path = _inside_folder(path, spec)
+        if not holds_weights(path):
+            guess, path = _inside_folder(path, spec)
+            spec = spec or _telling(guess)
     if spec is None:
         named = [s for s in published() if s.weights.rstrip("/") == path.name]
-        spec = named[0] if named else None
+        spec = _telling(named[0]) if named else None
     return Files(spec, path, _tokenizers(vae, spec, [path.parent, path], hub))
+
+
+def _telling(spec: ModelSpec) -> ModelSpec | None:
+    """A model that was recognised by the name of its files, unless that could be the name of any model's."""
+    return None if spec.weights == "llm/" else spec
 
 
 def _converted(weights: Path, config: dict[str, Any], spec: ModelSpec | None, vae: str | Path | None) -> Files:
@@ -172,7 +178,7 @@ def _tokenizers(vae: str | Path | None, spec: ModelSpec | None, folders: list[Pa
         raise NextscaleError(f"the tokenizer file {vae} does not exist")
     specs = published() if spec is None else (spec,)
     names = dict.fromkeys(name for s in specs for name in s.tokenizer_files)
-    return tuple(folder / name for folder in folders for name in names if (folder / name).is_file())
+    return tuple(folder / name for folder in folders for name in names if (folder / name).exists())
 
 
 def read_converted(path: Path) -> dict[str, Any] | None:

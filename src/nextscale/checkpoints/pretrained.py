@@ -197,7 +197,7 @@ def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
         spec = dataclasses.replace(
             spec_of(configs["backbone"], configs["tokenizer"], config["model"]),
             name=config["model"],
-            defaults=Defaults(**config["defaults"]),
+            defaults=Defaults(**_tuples(config["defaults"])),
             pixel_budget=config["pixel_budget"],
             text_encoder=config["text_encoder"],
         )
@@ -211,8 +211,12 @@ def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
     return Blueprint(spec, **parts, words=words)
 
 
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
 def _dataclass(cls: Any, values: dict[str, Any]) -> Any:
-    made = cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    made = cls(**_tuples(values))
     for f in dataclasses.fields(cls):
         kind: Any = {"int": int, "bool": bool, "float": (int, float)}.get(str(f.type), tuple)
         if not isinstance(getattr(made, f.name), kind):

@@ -64,6 +64,7 @@ class Stats:
     lens: Callable[..., Tensor]  # (hidden states [R, N, C], guided, codes) -> the head's logits per image
     chosen: list[dict[str, Selection | None]] = field(default_factory=list)  # per layer, of every part; None = all
     attention_entropy: list[Tensor] = field(default_factory=list)  # per layer [R, K], if the plan needs it
+    context: int = 0  # tokens that ran in front of the scale's own
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,19 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from nextscale.kv import BlockCausal, Memory
 from nextscale.schedule import Scale, Schedule, Size
+
+if TYPE_CHECKING:
+    from nextscale.draws import Draws
+    from nextscale.run import Rows
+    from nextscale.sampling import Drawn
+    from nextscale.tokenizers.base import ImageTokenizer
 
 S = TypeVar("S", bound="State")
 
@@ -56,6 +62,7 @@ class Backbone(nn.Module, ABC):
     width: int
     heads: int
     hidden: int  # width inside the MLP
+    context: int = 0  # tokens that run in front of the first scale's own
     token_shape: tuple[int, ...]  # () for an index, (d,) for d bits
     token_values: int  # a token, or a bit of it, lies in 0..token_values - 1
 
@@ -117,6 +124,16 @@ class Backbone(nn.Module, ABC):
     def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
         """The user's guidance_scale, in this family's convention, as one weight per scale (1 = none)."""
 
+    def progress(self, scales: int) -> tuple[float, ...]:
+        """0 at the first scale to 1 at the last, which sets the smoothing."""
+        return tuple(k / max(scales - 1, 1) for k in range(scales))
+
+    def finish(
+        self, state: Any, x: Tensor, drawn: Drawn, tokenizer: ImageTokenizer, rows: Rows, weight: float, draws: Draws
+    ) -> Tensor:
+        """What the last scale adds, [B, N, d]; x [R, N, C] is the output of its last block."""
+        return drawn.codes
+
     @property
     def logits_per_token(self) -> int:
         return math.prod(self.token_shape) * self.token_values
@@ -135,8 +152,9 @@ class Backbone(nn.Module, ABC):
         x = torch.cat([self.embed(state, before, scale) for scale, before in pairs], dim=1)
         tables = [self.positions(state, scale) for scale in schedule]
         positions = None if tables[0] is None else torch.cat([t for t in tables if t is not None], dim=1)
-        memory = BlockCausal(schedule)
+        context = x.shape[1] - schedule.tokens
+        memory = BlockCausal(schedule, context)
         for layer in range(self.depth):
             for part in self.parts:
                 x = x + self.compute(state, layer, part, x, positions, memory)
-        return self.head(state, x)
+        return self.head(state, x[:, context:])

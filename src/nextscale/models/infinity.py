@@ -42,6 +42,7 @@ class TextCondition:
 
     text: Sequence[Tensor]
     negative: Sequence[Tensor | None] | None = None  # None: the model's own unconditional text
+    places: Sequence[Tensor] | None = None  # HART: the position of every slot of `text`; None = counted
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -47,12 +48,21 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.stack((cos * even - sin * odd, sin * even + cos * odd), dim=-1).flatten(-2)
 
 
+def rotate_half(x: Tensor, positions: Tensor) -> Tensor:
+    """Pairs channel i with i + D/2, each with an angle of its own. x [R, H, K, D], positions [1 or R, K, D, 2]."""
+    cos, sin = positions.unsqueeze(1).unbind(-1)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
 class SelfAttention(nn.Module):
     """Cosine attention with a learned scale per head, or plain attention with VAR's softer scale."""
 
-    def __init__(self, width: int, heads: int, cosine: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, cosine: bool, rotate: Callable[[Tensor, Tensor], Tensor] = rotate
+    ) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.rotate = heads, rotate
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.q_bias = nn.Parameter(torch.zeros(width))  # the key has no bias
         self.v_bias = nn.Parameter(torch.zeros(width))
@@ -68,6 +78,6 @@ class SelfAttention(nn.Module):
             q = F.normalize(q.float(), dim=-1).mul(self.log_scale.clamp_max(MAX_LOG_SCALE).exp())
             k = F.normalize(k.float(), dim=-1)
         if positions is not None:
-            q, k = rotate(q.float(), positions), rotate(k.float(), positions)
+            q, k = self.rotate(q.float(), positions), self.rotate(k.float(), positions)
         out = memory.attend(q.to(v.dtype), k.to(v.dtype), v, self.softmax_scale, count)
         return self.proj(out.transpose(1, 2).flatten(2))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nextscale.errors import NextscaleError, choices
+from nextscale.models.hart import HARTConfig
 from nextscale.models.infinity import InfinityConfig
 from nextscale.models.var import VARConfig
 from nextscale.schedule import Grid
@@ -25,8 +26,9 @@ class Defaults:
 
     guidance_scale: float
     temperature: float = 1.0
-    top_k: int = 900
+    top_k: int | tuple[int, ...] = 900  # of every scale, the last holding for all that follow
     top_p: float = 0.95
+    smooth: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,18 @@ def _infinity(
     )
 
 
+_HART = ModelSpec(
+    name="hart-0.7b",
+    family="hart",
+    backbone=HARTConfig(24, 1536, 24, 4096, VAR_SIDES[1024]),
+    tokenizer=VQConfig(hybrid=True),
+    defaults=Defaults(4.5, top_k=(600,) * 7 + (300,), top_p=0.0, smooth=True),
+    repo="mit-han-lab/hart-0.7b-1024px",
+    weights="llm/",
+    tokenizer_files=("tokenizer/",),
+    notes="text, 1024 x 1024 (prompts as prompt_embeds for now)",
+)
+
 _SPECS = (
     *(_var(depth, 256) for depth in (16, 20, 24, 30)),
     _var(36, 512),
@@ -144,6 +158,7 @@ _SPECS = (
         Defaults(3.0, temperature=1.0, top_p=0.97),
         "text, 512 x 512",
     ),
+    _HART,
 )
 # The one that comes with the package (MODEL_CARD.md).
 EMBEDDED = ModelSpec(

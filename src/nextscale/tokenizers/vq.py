@@ -24,6 +24,7 @@ class VQConfig:
     phis: int = 4  # 4 = shared by neighbouring scales, 1 = by all, the number of scales = one each, 0 = none
     phi_ratio: float = 0.5
     normalised: bool = False  # nearest code by cosine instead of by distance
+    hybrid: bool = False  # HART: the last scale's codes are completed by a residual, and pass through no phi
 
 
 # Which of 4 phis serves each of K scales. The rule below has exact ties at K = 10, which only the float64
@@ -77,9 +78,10 @@ class VQTokenizer(ImageTokenizer):
 
     def increment(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
         h = codes.transpose(1, 2).unflatten(2, scale.grid)
-        if scale.index != len(schedule) - 1:
+        last = scale.index == len(schedule) - 1
+        if not last:
             h = F.interpolate(h, size=schedule.last, mode="bicubic")
-        if not len(self.phi):
+        if not len(self.phi) or (last and self.config.hybrid):
             return h
         phi = self.phi[phi_of_scale(len(self.phi), len(schedule))[scale.index]]
         ratio = self.config.phi_ratio

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError, choices
-from nextscale.verify import infinity, var
+from nextscale.verify import hart, infinity, var
 from nextscale.verify.base import Case, Check, Recorded, read_json, tensors_of
 
-FAMILIES: dict[str, Any] = {"VAR": var, "Infinity": infinity}
+FAMILIES: dict[str, Any] = {"VAR": var, "Infinity": infinity, "HART": hart}
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,13 @@ def verify(
     """Play every run of a recorded case. `mutate` names a parameter of the transformer ("" = any) to change first."""
     folder = Path(folder)
     config = read_json(folder / "config.json")
-    family = FAMILIES.get(str(config.get("model")))
+    name = config.get("model")
+    tokenizer = config.get("tokenizer")
+    if name is None and isinstance(tokenizer, dict) and tokenizer.get("quantizer_type") == "var_hybrid":
+        name = "HART"  # whose cases do not say it
+    family = FAMILIES.get(str(name))
     if family is None:
-        raise NextscaleError(f"config.json has model {config.get('model')!r}; allowed: {choices(FAMILIES)}")
+        raise NextscaleError(f"config.json has model {name!r}; allowed: {choices(FAMILIES)}")
     tensors = tensors_of(folder / "io.safetensors")
     if (folder / infinity.ROUNDED).exists():
         extra = tensors_of(folder / infinity.ROUNDED)
@@ -49,9 +53,9 @@ def verify(
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise NextscaleError(f"{folder / 'config.json'} holds a value that cannot be used: {reason}") from None
-    if not case.runs:
+    if not case.runs and case.backbone is not None:
         raise NextscaleError(f"{folder / 'config.json'} describes no run")
-    mutated = None if mutate is None else change_one_weight(case.backbone, mutate)
+    mutated = None if mutate is None else change_one_weight(case.backbone or case.tokenizer, mutate)
     with torch.backends.cudnn.flags(allow_tf32=False):  # on a GPU, convolutions would round to 10 bits
         family.play(case, keep_pictures)
     return Report(list(case.recorded.checks.values()), case.recorded.unused, case.pictures, mutated)
@@ -60,7 +64,8 @@ def verify(
 def change_one_weight(model: torch.nn.Module, name: str = "") -> str:
     """Move one number of one parameter, so that a comparison that cannot fail is found out."""
     parameters = dict(model.named_parameters())
-    name = name or next(n for n in parameters if n.endswith("mlp.fc2.weight"))
+    usual = ("mlp.fc2.weight", "mlp.down.weight", "decoder.conv_out.weight")
+    name = name or next(n for end in usual for n in parameters if n.endswith(end))
     if name not in parameters:
         raise NextscaleError(f"{type(model).__name__} has no parameter {name!r}")
     changed = parameters[name].detach().clone()  # the parameter itself may be the mapped file

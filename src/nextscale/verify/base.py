@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nextscale.checkpoints.files import open_states
-from nextscale.draws import OfficialDraws
+from nextscale.draws import Draws
 from nextscale.errors import NextscaleError, choices
 from nextscale.loop import ScaleEnd, generate
 from nextscale.methods.base import Context, Policy
@@ -105,7 +105,7 @@ class RecordedRun:
     condition: Any
     images: int
     sampling: Sampling
-    generator: torch.Generator
+    draws: Draws
     tokens_name: str  # "tokens" or "bits"
     finish: Callable[[Tensor], dict[str, tuple[Tensor, float]]]  # decoder output -> what was recorded of it
     tolerance: float = TOLERANCE
@@ -149,7 +149,7 @@ class Case:
             run.condition,
             self.schedule,
             run.sampling,
-            OfficialDraws(run.generator),
+            run.draws,
             Policy(context),
             run.images,
             Trace(Costs.of(self.backbone), self.schedule, who, run.sampling.guided_until, {}),

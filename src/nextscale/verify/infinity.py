@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nextscale.checkpoints.files import open_states
 from nextscale.checkpoints.pretrained import official_part
+from nextscale.draws import OfficialDraws
 from nextscale.errors import NextscaleError, choices
 from nextscale.guidance import per_scale
 from nextscale.models.infinity import Infinity, InfinityConfig, TextCondition, rotary_table
@@ -132,7 +133,7 @@ def _run(name: str, values: Any, recorded: Recorded, scales: int, depth: int) ->
         bgr = image.add(1).div(2).mul(255).to(torch.uint8).flip(1).permute(0, 2, 3, 1)
         return {"image": (image, TOLERANCE), "image_uint8_bgr": (bgr, 1)}  # rounding may cross an integer
 
-    return RecordedRun(name, condition, len(condition.text), sampling, generator, "bits", finish)
+    return RecordedRun(name, condition, len(condition.text), sampling, OfficialDraws(generator), "bits", finish)
 
 
 def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: torch.device) -> Case:
@@ -205,9 +206,9 @@ def _rounded(case: Case) -> None:
     rounded.load_state_dict(case.backbone.state_dict())
     for run in case.runs:
         if any(name.startswith(f"{ROUNDED}/{run.name}.") for name in case.recorded.tensors):
-            generator = torch.Generator().manual_seed(run.generator.initial_seed())
-            again = dataclasses.replace(
-                run, name=f"{ROUNDED}/{run.name}", generator=generator, tolerance=ROUNDED_TOLERANCE
-            )
+            assert isinstance(run.draws, OfficialDraws)
+            assert run.draws.generator is not None
+            draws = OfficialDraws(torch.Generator().manual_seed(run.draws.generator.initial_seed()))
+            again = dataclasses.replace(run, name=f"{ROUNDED}/{run.name}", draws=draws, tolerance=ROUNDED_TOLERANCE)
             case.recorded.used.add(f"{again.name}.text_lens")  # the same text
             dataclasses.replace(case, backbone=rounded).play(again)

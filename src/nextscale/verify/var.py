@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nextscale.checkpoints.files import open_states
 from nextscale.checkpoints.pretrained import official_part
+from nextscale.draws import OfficialDraws
 from nextscale.errors import NextscaleError
 from nextscale.guidance import ramp
 from nextscale.models.var import VARConfig
@@ -91,7 +92,7 @@ def _run(name: str, values: Any, recorded: Recorded, classes: int, scales: int) 
         return {"image": (image.add(1).mul(0.5), TOLERANCE)}
 
     tolerance = SMOOTHED if sampling.smooth else TOLERANCE
-    return RecordedRun(name, labels, len(labels), sampling, generator, "tokens", finish, tolerance)
+    return RecordedRun(name, labels, len(labels), sampling, OfficialDraws(generator), "tokens", finish, tolerance)
 
 
 def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: torch.device) -> Case:

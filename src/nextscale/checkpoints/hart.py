@@ -1,0 +1,112 @@
+"""HART's files: a folder `llm` (with averaged weights, `ema_model.bin`) and a folder `tokenizer`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from nextscale.checkpoints.family import COMMON, Family, Shapes, autoencoder, count
+from nextscale.checkpoints.files import StateFile
+from nextscale.checkpoints.var import TOKENIZER as VAR_TOKENIZER
+from nextscale.errors import NextscaleError
+from nextscale.models.hart import HART, HARTConfig
+from nextscale.models.registry import VAR_SIDES
+from nextscale.tokenizers.vq import VQConfig, VQTokenizer
+
+
+def _settings(state: StateFile) -> dict[str, Any]:
+    """The config.json beside the weights, which tells what no shape shows."""
+    folder = state.path if state.path.is_dir() else state.path.parent
+    try:
+        content = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _infer(shapes: Shapes, state: StateFile) -> HARTConfig:
+    told = _settings(state)
+    width = shapes["context_embed.weight"][0]
+    scale = shapes.get("blocks.0.attn.log_scale")
+    slots, sides = 300, VAR_SIDES[1024]
+    if "lvl_1L" in state.infos and state.infos["lvl_1L"].shape[-1] != slots - 1 + sum(s * s for s in sides):
+        levels = state.tensors(["lvl_1L"])["lvl_1L"].flatten()
+        counts = [int((levels == k).sum()) for k in range(int(levels.max()) + 1)]
+        slots, sides = counts[0], (1, *(round(n**0.5) for n in counts[1:]))
+    config = HARTConfig(
+        depth=count(shapes, r"blocks\.(\d+)\."),
+        width=width,
+        heads=max(scale) if scale else int(told.get("num_heads", width // 64)),
+        hidden=shapes["blocks.0.mlp.up.weight"][0],
+        sides=tuple(told.get("patch_nums", sides)),
+        text_dim=shapes["context_embed.weight"][1],
+        text_length=int(told.get("context_token", slots)),
+        vocabulary=shapes["head_linear.weight"][0],
+        code_dim=shapes["word_embed.weight"][1],
+        cosine_attention=scale is not None,
+        text_normalised="context_norm.weight" in shapes,
+        sinusoid_levels="level_embed.mlp.0.weight" in shapes,
+        diffusion_width=shapes["residual.enter.weight"][0],
+        diffusion_depth=count(shapes, r"residual\.blocks\.(\d+)\."),
+        diffusion_steps=int(told.get("num_sampling_steps", 8)),
+        eps=float(told.get("norm_eps", 1e-6)),
+    )
+    known = {
+        "depth": config.depth,
+        "embed_dim": config.width,
+        "context_dim": config.text_dim,
+        "diff_width": config.diffusion_width,
+        "diff_depth": config.diffusion_depth,
+        "attn_l2_norm": config.cosine_attention,
+        "use_timestep_embed": config.sinusoid_levels,
+    }
+    for name, value in known.items():
+        if name in told and told[name] != value:
+            raise NextscaleError(
+                f"config.json beside {state.path} has {name} = {told[name]!r}, but its weights have {value!r}"
+            )
+    return config
+
+
+def _infer_tokenizer(shapes: Shapes, state: StateFile) -> VQConfig:
+    phis = count(shapes, r"phi\.(\d+)\.")
+    return VQConfig(vocabulary=shapes["codebook.weight"][0], phis=phis, hybrid=True, **autoencoder(shapes))
+
+
+FAMILY = Family(
+    name="hart",
+    title="a HART transformer",
+    module=HART,
+    config=HARTConfig,
+    recognise=lambda keys: "diffloss.net.input_proj.weight" in keys,
+    rename=(
+        (r"^decoder_norm\.", "residual_norm."),
+        (r"^diffloss\.net\.", "residual."),
+        (r"^(residual)\.cond_embed\.", r"\1.condition."),
+        (r"^(residual)\.input_proj\.", r"\1.enter."),
+        (r"^(residual)\.res_blocks\.(\d+)\.in_ln\.", r"\1.blocks.\2.norm."),
+        (r"^(residual)\.res_blocks\.", r"\1.blocks."),
+        (r"^(residual)\.final_layer\.linear\.", r"\1.leave."),
+        (r"^(residual)\.final_layer\.adaLN_modulation\.1\.", r"\1.final_modulation."),
+        (r"\.adaLN_modulation\.1\.", ".modulation."),
+        (r"^head_nm\.ln_wo_grad\.", "head_norm."),
+        (r"^head_nm\.ada_lin\.1\.", "head_modulation."),
+        (r"\.ln_wo_grad\.", ".norm."),
+        (r"\.qkv_proj\.", ".qkv."),
+        *COMMON,
+        (r"\.mlp\.(gate|up|down)_proj\.", r".mlp.\1."),
+    ),
+    ignored=r"(^|\.)(attn_bias_for_masking|lvl_1L|zero_k_bias)$",  # the first alone is 380 MB
+    infer=_infer,
+    tokenizer="hybrid-vq",
+)
+TOKENIZER = Family(
+    name="hybrid-vq",
+    title="a hybrid VQ tokenizer (HART)",
+    module=VQTokenizer,
+    config=VQConfig,
+    recognise=lambda keys: "vae.quantize.embedding.weight" in keys,
+    rename=((r"^vae\.", ""), *VAR_TOKENIZER.rename),
+    ignored=r"^disc\.|\.ema_vocab_hit_SV$|^vae\.(decoder2|post_quant_conv2)\.",
+    infer=_infer_tokenizer,
+)

@@ -1,0 +1,235 @@
+"""HART: text-to-image next-scale transformer with hybrid tokens (Tang et al., 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nextscale.draws import Draws
+from nextscale.errors import NextscaleError
+from nextscale.guidance import combine, ramp
+from nextscale.kv import Memory
+from nextscale.models.base import Backbone, State, per_row
+from nextscale.models.infinity import TextCondition
+from nextscale.models.layers import SelfAttention, rotate_half
+from nextscale.models.residual_diffusion import ResidualDiffusion, SinusoidEmbedding
+from nextscale.sampling import Drawn
+from nextscale.schedule import Scale, Schedule, Size
+
+if TYPE_CHECKING:
+    from nextscale.run import Rows
+    from nextscale.tokenizers.base import ImageTokenizer
+
+
+@dataclass(frozen=True)
+class HARTConfig:
+    depth: int
+    width: int
+    heads: int
+    hidden: int
+    sides: tuple[int, ...]
+    text_dim: int = 1536
+    text_length: int = 300  # slots of text in front of the picture, padding included
+    vocabulary: int = 4096
+    code_dim: int = 32
+    cosine_attention: bool = False
+    text_normalised: bool = True
+    sinusoid_levels: bool = True
+    diffusion_width: int = 1024
+    diffusion_depth: int = 6
+    diffusion_steps: int = 8
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class HARTState(State):
+    context: Tensor = per_row()  # [R, T, C]
+    places: Tensor = per_row()  # [R, T] of the text
+    head_modulation: Tensor = per_row()  # [R, 1, 2, C]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class HARTBlock(nn.Module):
+    def __init__(self, config: HARTConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.width, config.eps)  # one weight for both parts
+        self.attn = SelfAttention(config.width, config.heads, config.cosine_attention, rotate_half)
+        self.mlp = GatedMLP(config.width, config.hidden)
+
+
+class HART(Backbone):
+    family = "hart"
+    prompts = "text"
+    parts = ("self", "ffn")
+
+    def __init__(self, config: HARTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.depth, self.width, self.heads, self.hidden = config.depth, config.width, config.heads, config.hidden
+        self.token_shape, self.token_values = (), config.vocabulary
+        self.context = config.text_length - 1  # the last slot of the text is the first scale's token
+        width = config.width
+        self.context_norm = RMSNorm(config.text_dim, config.eps) if config.text_normalised else nn.Identity()
+        self.context_embed = nn.Linear(config.text_dim, width)
+        self.level_embed: nn.Module = (
+            SinusoidEmbedding(width) if config.sinusoid_levels else nn.Embedding(len(config.sides), width)
+        )
+        self.word_embed = nn.Linear(config.code_dim, width)
+        self.blocks = nn.ModuleList(HARTBlock(config) for _ in range(config.depth))
+        self.head_norm = RMSNorm(width, config.eps)
+        self.head_modulation = nn.Linear(width, 2 * width)
+        self.head_linear = nn.Linear(width, config.vocabulary)
+        self.residual_norm = RMSNorm(width, config.eps)
+        self.residual = ResidualDiffusion(
+            config.code_dim, width, config.diffusion_width, config.diffusion_depth, config.diffusion_steps
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.word_embed.weight.dtype
+
+    @staticmethod
+    def computes_in_dtype(name: str) -> bool:
+        if name.startswith("blocks."):
+            return not name.endswith(("log_scale", "norm.weight"))
+        return name.startswith(("word_embed.", "context_embed.", "residual."))
+
+    def text_rows(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor]:
+        """Features [R, T, text_dim] and places [R, T] of every row."""
+        slots = self.config.text_length
+        rows = [left_padded(t, slots) for t in condition.text]
+        if condition.places is not None:
+            rows = list(zip(condition.text, condition.places, strict=True))
+        if guided:  # no text at all: zeros, all at place 0
+            nothing = torch.zeros(slots, self.config.text_dim), torch.zeros(slots, dtype=torch.long)
+            negatives = condition.negative or [None] * len(condition.text)
+            rows += [nothing if n is None else left_padded(n, slots) for n in negatives]
+        text, places = (torch.stack([part.to(self.device) for part in parts]) for parts in zip(*rows, strict=True))
+        return text.float(), places
+
+    def begin(self, condition: TextCondition, schedule: Schedule, guided: bool) -> HARTState:
+        text, places = self.text_rows(condition, guided)
+        context = self.context_embed(self.context_norm(text).to(self.dtype)).float()
+        pooled = context.amax(1, keepdim=True)  # padding included, as the original does
+        scale_shift = self.head_modulation(F.silu(pooled)).unflatten(-1, (2, -1))
+        return HARTState(None, context, places, scale_shift)
+
+    def level(self, index: int) -> Tensor:
+        """The embedding of a scale, [1, C]; the text has that of the first."""
+        number = torch.tensor([index], device=self.device)
+        return self.level_embed(number)
+
+    def embed(self, state: HARTState, inputs: Tensor | None, scale: Scale) -> Tensor:
+        """At the first scale all the text, whose last slot predicts the first token."""
+        x = state.context if inputs is None else self.word_embed(inputs.to(self.dtype)).float()
+        return x + self.level(scale.index)
+
+    def positions(self, state: HARTState, scale: Scale) -> Tensor:
+        """cos and sin per channel, [R, N, D, 2]; of the text at the first scale."""
+        d = self.head_dim
+        if scale.index == 0:
+            rates = 10000 ** (-2 * torch.arange(d // 2, device=self.device) / d)
+            angle = (state.places[..., None] * rates).repeat(1, 1, 2)
+        else:
+            rates = 10000 ** (-4 * torch.arange(d // 4, device=self.device) / d)
+            last = self.config.sides[-1]
+            line = [torch.arange(n, device=self.device) / n * last for n in scale.grid]
+            row, column = torch.meshgrid(*line, indexing="ij")
+            # The picture begins where the text ends. Rows and columns turn different halves of a pair.
+            place = torch.stack((row, column), -1).flatten(0, 1) + state.places[:, -1, None, None]
+            angle = (place[..., None] * rates).repeat(1, 1, 1, 2).flatten(2)
+        return torch.stack((angle.cos(), angle.sin()), dim=-1)
+
+    def compute(
+        self,
+        state: HARTState,
+        layer: int,
+        part: str,
+        x: Tensor,
+        positions: Tensor | None,
+        memory: Memory,
+        count: Tensor | None = None,
+    ) -> Tensor:
+        block: Any = self.blocks[layer]
+        h = block.norm(x).to(self.dtype)
+        added = block.attn(h, positions, memory, count) if part == "self" else block.mlp(h)
+        return added.float()
+
+    def head(self, state: HARTState, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        scale, shift = state.head_modulation[: len(x)].unbind(2)
+        h = self.head_norm(x) * (1 + scale) + shift
+        if codes is not None:
+            weight, bias = self.head_linear.weight[codes], self.head_linear.bias[codes]
+            return torch.baddbmm(bias[:, None], h, weight.transpose(1, 2))
+        return self.head_linear(h)
+
+    def finish(
+        self, state: Any, x: Tensor, drawn: Drawn, tokenizer: ImageTokenizer, rows: Rows, weight: float, draws: Draws
+    ) -> Tensor:
+        """The last codes and what diffusion finds that they leave out."""
+        token = self.word_embed(tokenizer.codes(drawn.tokens).to(self.dtype)).float()
+        condition = self.residual_norm(x + rows.spread(token)).to(self.dtype)
+        last = len(self.config.sides) - 1
+        # At this very weight the original runs its sampler without guidance.
+        weight = 1.0 if weight == 2.0 else weight
+        residual = self.residual.sample(
+            condition,
+            rows.spread,
+            lambda noise: combine(noise, rows.images, rows.guided, weight),
+            lambda name: draws.normal(drawn.codes, last, rows.which, name),
+        )
+        return drawn.codes + residual
+
+    def schedule(self, size: Size, stride: int) -> Schedule:
+        side = self.config.sides[-1] * stride
+        asked = (side if size.height is None else size.height, side if size.width is None else size.width)
+        if asked != (side, side) or size.aspect_ratio not in (None, 1) or size.pixel_budget is not None:
+            raise NextscaleError(f"this model makes pictures of {side}x{side} only")
+        return Schedule.squares(self.config.sides)
+
+    def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
+        weights = ramp(value, scales)
+        single = not isinstance(value, Sequence) and not (isinstance(value, Tensor) and value.ndim)
+        return (*weights[:-1], weights[-2]) if single and scales > 1 else weights
+
+    def progress(self, scales: int) -> tuple[float, ...]:
+        """The original never updates it at the last scale."""
+        steps = super().progress(scales)
+        return (*steps[:-1], steps[-2]) if scales > 1 else steps
+
+    def flops(self, part: str, tokens: int, keys: int) -> int:
+        c = self.width
+        if part == "self":
+            return 2 * tokens * 4 * c * c + 4 * tokens * keys * c
+        return 6 * tokens * c * self.hidden
+
+
+def left_padded(text: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Features of a prompt at the end of all slots, and their places; empty slots are zeros at place -1."""
+    missing = slots - len(text)
+    places = torch.cat((torch.full((missing,), -1), torch.arange(len(text))))
+    return F.pad(text, (0, 0, missing, 0)), places
