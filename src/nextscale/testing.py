@@ -84,11 +84,12 @@ def tiny_hart(seed: int = 0, cosine_attention: bool = False) -> Pipeline:
         diffusion_depth=2,
         diffusion_steps=4,
     )
-    pipe = _pipeline("tiny-hart", HART(config), tokenizer, Defaults(3.0, top_k=20, top_p=0.0), None, seed)
+    backbone = HART(config)
+    pipe = _pipeline("tiny-hart", backbone, tokenizer, Defaults(3.0, top_k=20, top_p=0.0), None, seed)
     # Its attention is soft and its positions only turn queries, so random weights see little of either.
-    pipe.backbone.head_modulation.weight.mul_(0.1)
-    pipe.backbone.head_modulation.bias.mul_(0.1)
-    pipe.backbone.head_linear.weight.mul_(5)
+    backbone.head_modulation.weight.mul_(0.1)
+    backbone.head_modulation.bias.mul_(0.1)
+    backbone.head_linear.weight.mul_(5)
     return pipe
 
 
