@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nextscale.errors import NextscaleError
-from nextscale.testing import tiny_infinity
+from nextscale.testing import tiny_hart, tiny_infinity
+from nextscale.text.qwen2 import QwenEncoder
 from nextscale.text.t5 import T5Encoder
 
 transformers = pytest.importorskip("transformers")
@@ -108,3 +109,55 @@ def test_without_transformers(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(NextscaleError, match=r"pip install 'nextscale\[text\]'"):
         T5Encoder("any").encode(["a"])
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Path:
+    """A tiny Qwen2 with a byte-level tokenizer that pads on the left."""
+    path = tmp_path_factory.mktemp("qwen2")
+    vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", "Ġ", *"abcdefghijklmnopqrstuvwxyz"])}
+    tokenizer = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=[], padding_side="left")
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    transformers.Qwen2Model(config).save_pretrained(path)
+    return path
+
+
+def test_qwen_fills_every_slot(qwen: Path, caplog) -> None:
+    encoder = QwenEncoder(qwen, max_length=12)
+    rows = encoder.encode(["a red fox", "two cats"])
+    assert [r.shape for r in rows] == [(12, 129)] * 2
+    assert rows[0][:, -1].tolist() == [-1, -1, -1, *range(9)]
+    ids = encoder.tokenizer(["a red fox"], return_tensors="pt").input_ids
+    padded = torch.cat((torch.zeros(1, 3, dtype=torch.long), ids), dim=1)
+    with torch.no_grad():
+        whole = encoder.model(input_ids=padded, attention_mask=(padded != 0).long()).last_hidden_state[0]
+    assert torch.allclose(rows[0][:, :-1], whole, atol=1e-5)
+    assert torch.equal(encoder.encode(["a red fox"])[0], rows[0])
+    assert not caplog.text
+    led = QwenEncoder(qwen, max_length=12, instruction="photo of the").encode(["a red fox"])[0]
+    assert "not the one of the official tools" in caplog.text
+    assert torch.equal(led[:, -1], rows[0][:, -1])
+    assert not torch.allclose(led[-3:], rows[0][-3:], atol=1e-3)
+    QwenEncoder(qwen, max_length=2).encode(["a red fox"])
+    assert "cut to 2" in caplog.text
+
+
+def test_prompts_of_hart_through_the_pipeline(qwen: Path) -> None:
+    pipe = tiny_hart()
+    pipe.text_encoder = QwenEncoder(qwen, max_length=12)
+    out = pipe(["a red fox", "two cats"], seed=1)
+    given = pipe(prompt_embeds=pipe.encode_prompt(["a red fox", "two cats"]), seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(out.tokens, given.tokens, strict=True))
+    negative = pipe(["a red fox", "two cats"], seed=1, negative_prompt="snow")
+    assert not torch.equal(out.tokens[-1], negative.tokens[-1])
+    with pytest.raises(NextscaleError, match=r"must be \[1..12, 128\] per image, not \[5, 129\]"):
+        pipe(prompt_embeds=torch.zeros(5, 129))

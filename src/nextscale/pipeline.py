@@ -31,12 +31,15 @@ from nextscale.run import cause_of_nan
 from nextscale.sampling import Sampling, read_forced
 from nextscale.schedule import Schedule, Size
 from nextscale.text.base import TextEncoder
+from nextscale.text.qwen2 import QwenEncoder
 from nextscale.text.t5 import T5Encoder
 from nextscale.tokenizers.base import ImageTokenizer
 from nextscale.trace import Costs, Trace
 from nextscale.version import __version__
 
 logger = logging.getLogger(__name__)
+
+ENCODERS = {"infinity": T5Encoder, "hart": QwenEncoder}
 
 
 @dataclass(frozen=True)
@@ -92,12 +95,10 @@ class Pipeline:
         with bar(f"load {plan.spec.name}", plan.nbytes, progress_bar, data=True) as advance:
             backbone, tokenizer = plan.build(target, where, advance)
         encoder = text_encoder or plan.build_text(where)
-        if isinstance(encoder, (str, Path)) and plan.spec.family == "hart":
-            raise NextscaleError("HART's text encoder cannot be loaded yet; pass prompt_embeds= when calling")
         if isinstance(encoder, (str, Path)) or (encoder is None and plan.spec.text_encoder):
             options: dict[str, Any] = {"token": token, "local_files_only": local_files_only}
             name = encoder or plan.spec.text_encoder
-            encoder = T5Encoder(str(name), backbone.config.text_length, device=where, **options)
+            encoder = ENCODERS[plan.spec.family](str(name), backbone.config.text_length, device=where, **options)
         return cls(backbone, tokenizer, plan.spec, encoder, progress_bar)
 
     def __repr__(self) -> str:
@@ -134,7 +135,7 @@ class Pipeline:
             )
         rows = self.text_encoder.encode([prompts] if isinstance(prompts, str) else list(prompts))
         have, want = rows[0].shape[1], self.backbone.config.text_dim
-        if have != want:
+        if not self.backbone.config.reads(*rows[0].shape):
             raise NextscaleError(f"the text encoder gives features of width {have}, but the model reads {want}")
         return rows
 

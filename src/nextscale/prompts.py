@@ -146,8 +146,7 @@ def _features(value: Any, name: str, config: InfinityConfig) -> list[Tensor]:
         raise NextscaleError(f"{name} must be a tensor or a list of tensors, not {value!r}")
     rows = [value] if isinstance(value, Tensor) and value.ndim == 2 else list(value)
     for row in rows:
-        fits = isinstance(row, Tensor) and row.ndim == 2 and row.shape[1] == config.text_dim
-        if not fits or not 1 <= len(row) <= config.text_length:
+        if not isinstance(row, Tensor) or row.ndim != 2 or not config.reads(*row.shape):
             shape = list(row.shape) if isinstance(row, Tensor) else type(row).__name__
             raise NextscaleError(f"{name} must be [1..{config.text_length}, {config.text_dim}] per image, not {shape}")
     return rows

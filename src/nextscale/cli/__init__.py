@@ -18,7 +18,7 @@ from nextscale.cli.words import words
 from nextscale.errors import NextscaleError
 
 app = typer.Typer(
-    help="Fast inference for next-scale image generators (VAR, Infinity).",
+    help="Fast inference for next-scale image generators (VAR, Infinity, HART).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

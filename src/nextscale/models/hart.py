@@ -45,6 +45,12 @@ class HARTConfig:
     diffusion_steps: int = 8
     eps: float = 1e-6
 
+    def reads(self, rows: int, width: int) -> bool:
+        """Whether text features [rows, width] can be read: some without their places, or all slots with them."""
+        return (width == self.text_dim and 1 <= rows <= self.text_length) or (
+            width == self.text_dim + 1 and rows == self.text_length
+        )
+
 
 @dataclass(frozen=True)
 class HARTState(State):
@@ -121,15 +127,21 @@ class HART(Backbone):
     def text_rows(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor]:
         """Features [R, T, text_dim] and places [R, T] of every row."""
         slots = self.config.text_length
-        rows = [left_padded(t, slots) for t in condition.text]
+        rows = [self.placed(t) for t in condition.text]
         if condition.places is not None:
             rows = list(zip(condition.text, condition.places, strict=True))
         if guided:  # no text at all: zeros, all at place 0
             nothing = torch.zeros(slots, self.config.text_dim), torch.zeros(slots, dtype=torch.long)
             negatives = condition.negative or [None] * len(condition.text)
-            rows += [nothing if n is None else left_padded(n, slots) for n in negatives]
+            rows += [nothing if n is None else self.placed(n) for n in negatives]
         text, places = (torch.stack([part.to(self.device) for part in parts]) for parts in zip(*rows, strict=True))
         return text.float(), places
+
+    def placed(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Features and places of all slots; a text encoder gives the places as a last column."""
+        if text.shape[1] == self.config.text_dim + 1:
+            return text[:, :-1], text[:, -1].long()
+        return left_padded(text, self.config.text_length)
 
     def begin(self, condition: TextCondition, schedule: Schedule, guided: bool) -> HARTState:
         text, places = self.text_rows(condition, guided)

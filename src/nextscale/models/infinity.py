@@ -35,6 +35,10 @@ class InfinityConfig:
     # The official code rounds cross-attention to bfloat16 even in a float32 run; off = exact.
     round_cross_attention: bool = False
 
+    def reads(self, rows: int, width: int) -> bool:
+        """Whether text features [rows, width] can be read."""
+        return width == self.text_dim and 1 <= rows <= self.text_length
+
 
 @dataclass(frozen=True)
 class TextCondition:

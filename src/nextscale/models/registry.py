@@ -116,7 +116,8 @@ _HART = ModelSpec(
     repo="mit-han-lab/hart-0.7b-1024px",
     weights="llm/",
     tokenizer_files=("tokenizer/",),
-    notes="text, 1024 x 1024 (prompts as prompt_embeds for now)",
+    text_encoder="mit-han-lab/Qwen2-VL-1.5B-Instruct",
+    notes="text, 1024 x 1024",
 )
 
 _SPECS = (

@@ -1,0 +1,61 @@
+"""Text encoders that transformers loads: at the first prompt, so that features computed elsewhere need none."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from nextscale.errors import NextscaleError
+
+logger = logging.getLogger(__name__)
+
+
+class HubEncoder:
+    model_class: ClassVar[str]  # in transformers
+
+    def __init__(
+        self,
+        source: str | Path,
+        max_length: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        **hub: Any,
+    ) -> None:
+        self.source, self.max_length, self.dtype, self.hub = str(source), max_length, dtype, hub
+        self.device = torch.device(device)
+        self.tokenizer: Any = None
+        self.model: Any = None
+
+    def load(self) -> None:
+        try:
+            import transformers
+        except ImportError:
+            raise NextscaleError(
+                "text prompts need transformers: pip install 'nextscale[text]', or pass prompt_embeds="
+            ) from None
+        # The authors run it in half precision; on a CPU that is slower and buys nothing.
+        dtype = self.dtype or (torch.float16 if self.device.type == "cuda" else torch.float32)
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.source, **self.hub)
+            self.model = getattr(transformers, self.model_class).from_pretrained(self.source, dtype=dtype, **self.hub)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise NextscaleError(f"the text encoder {self.source!r} could not be loaded: {reason}") from None
+        self.model.eval().requires_grad_(False).to(self.device)
+
+    def to(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        if self.model is not None:
+            self.model.to(self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the loaded weights."""
+        return 0 if self.model is None else sum(p.nbytes for p in self.model.parameters())
+
+    def warn_if_cut(self, tokens: int) -> None:
+        if tokens > self.max_length:
+            logger.warning("a prompt of %d tokens is cut to %d", tokens, self.max_length)
