@@ -139,20 +139,21 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: 
     scales = len(hart.sides)
     runs = []
     for name in section(config, "runs"):
+        smooth = f"{name}.gumbel.0" in recorded.tensors
         sampling = Sampling.make(
             scales,
             guidance=backbone.guidance(float(config["cfg"]), scales),
             progress=backbone.progress(scales),
             top_k=(600,) * 7 + (300,),
             top_p=config.get("top_p", 0.0),
-            greedy=name == "greedy",
-            smooth=name != "greedy",
+            greedy=name.startswith("greedy"),  # otherwise the tokens are those that were recorded
+            smooth=smooth,
         )
 
         def finish(image: Tensor) -> dict[str, tuple[Tensor, float]]:
             return {"decoded": (image, TOLERANCE), "image": (image.add(1).mul(0.5), TOLERANCE)}
 
-        tolerance = SMOOTHED if sampling.smooth else TOLERANCE
+        tolerance = SMOOTHED if smooth else TOLERANCE
         draws = RecordedDraws(recorded, name)
         runs.append(RecordedRun(name, condition, len(places), sampling, draws, "tokens", finish, tolerance))
     return Case(folder, backbone, tokenizer, Schedule.squares(hart.sides), runs, recorded)
