@@ -139,8 +139,8 @@ def test_the_spaced_schedule() -> None:
         assert torch.tensor(step.log_beta).exp().item() == pytest.approx(beta, rel=2e-4)
 
 
-# On random weights every cell changes about alike, so SparseVAR needs a high threshold to leave some out.
-PRESETS = [FastVAR.preset("hart"), dataclasses.replace(SparseVAR.preset("hart"), tau=0.95)]
+# On random weights all cells change about alike, so only the highest threshold leaves some out.
+PRESETS = [FastVAR.preset("hart"), dataclasses.replace(SparseVAR.preset("hart"), tau=1.0)]
 
 
 @pytest.mark.parametrize("method", PRESETS, ids=["fastvar", "sparsevar"])
