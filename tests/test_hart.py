@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import DATA, ask, embeds
-from nextscale import FastVAR, NextscaleError, Pipeline, SparseVAR, Truncate
+from nextscale import NOVA, FastVAR, NextscaleError, Pipeline, SparseVAR, Truncate
 from nextscale.models.residual_diffusion import ancestral_steps
+from nextscale.testing import tiny_hart
 from nextscale.tokenizers.vq import VQTokenizer
 from nextscale.verify import verify
 
@@ -116,6 +117,17 @@ def test_the_residual_is_added_at_the_last_scale_only(hart: Pipeline) -> None:
     assert 0.01 < residual.abs().max() <= 0.6 + 1e-5
     stopped = ask(hart, 1, method=Truncate(1), output_type="latent").images
     assert torch.equal(stopped, maps[-2])
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+def test_half_precision(cosine: bool) -> None:
+    pipe = tiny_hart(cosine_attention=cosine).to(torch.bfloat16)
+    out = ask(pipe, 2, output_type="pt", method=NOVA(t_est=4))
+    exact = ask(tiny_hart(cosine_attention=cosine), 2, output_type="pt", method=NOVA(t_est=4))
+    assert torch.isfinite(out.images).all()
+    assert torch.equal(out.tokens[0], exact.tokens[0])
+    assert pipe.backbone.level_embed.mlp[0].weight.dtype == torch.float32
+    assert pipe.backbone.residual.enter.weight.dtype == torch.bfloat16
 
 
 def test_padding_on_the_left(hart: Pipeline) -> None:

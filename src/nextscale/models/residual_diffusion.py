@@ -31,7 +31,7 @@ class SinusoidEmbedding(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(2 * FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, value: Tensor) -> Tensor:
-        return self.mlp(sinusoid(value))
+        return self.mlp(sinusoid(value).to(next(self.parameters()).dtype))
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class ResidualDiffusion(nn.Module):
 
     def forward(self, x: Tensor, time: int, condition: Tensor) -> Tensor:
         """Noise and variance [R, N, 2 d] of the noisy x [R, N, d], given the embedded condition [R, N, W]."""
-        y = self.time_embed(torch.tensor([time], device=x.device)).to(condition.dtype) + condition
+        y = self.time_embed(torch.tensor([time], device=x.device)) + condition
         v = self.enter(x.to(condition.dtype))
         for block in self.blocks:
             v = block(v, y)
