@@ -9,8 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import DATA
+from nextscale.tokenizers.vq import VQConfig, VQTokenizer
 
 VAR_CASE, CASE_2B, CASE_8B = DATA / "var_shared_adaln", DATA / "infinity_like_2b", DATA / "infinity_like_8b"
+
+
+HART_CASE = DATA / "hart" / "t2i_small"
 
 
 def state(case: Path) -> dict[str, torch.Tensor]:
@@ -55,4 +59,27 @@ def shards(folder: Path, case: Path, parts: int = 3) -> Path:
         weight_map |= dict.fromkeys(chunk, name)
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def hart(folder: Path) -> Path:
+    """HART's published layout: `llm` with averaged weights beside others, and `tokenizer`."""
+    content = state(HART_CASE)
+    config = json.loads((HART_CASE / "config.json").read_text())
+    llm = {k.removeprefix("llm."): v for k, v in content.items() if k.startswith("llm.")}
+    tokens = {k.removeprefix("tokenizer."): v for k, v in content.items() if k.startswith("tokenizer.")}
+    values = config["tokenizer"]
+    shape = {"vocabulary": values["vocab_size"], "code_dim": values["z_channels"], "channels": values["ch"]}
+    whole = VQTokenizer(VQConfig(**shape, multipliers=tuple(values["ch_mult"]), hybrid=True))
+    for name, p in whole.named_parameters():  # generation needs no encoder, so the case has none
+        if name.startswith(("encoder.", "quant_conv.")):
+            tokens[f"vae.{name}"] = p.detach().clone()
+    tokens["disc.main.0.weight"] = torch.zeros(3)
+    (folder / "llm").mkdir(parents=True)
+    (folder / "tokenizer").mkdir()
+    (folder / "llm" / "config.json").write_text(json.dumps({"model_type": "hart", **config["llm"]}))
+    torch.save(llm, folder / "llm" / "ema_model.bin")
+    broken = {k: torch.full_like(v, float("nan")) if v.is_floating_point() else v for k, v in llm.items()}
+    save_file(broken, folder / "llm" / "model.safetensors")  # not the averaged weights
+    save_file(tokens, folder / "tokenizer" / "model.safetensors")
     return folder

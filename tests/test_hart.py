@@ -8,43 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from conftest import DATA, ask, embeds
+import files
+from conftest import ask, embeds
 from nextscale import NOVA, FastVAR, NextscaleError, Pipeline, SparseVAR, Truncate
 from nextscale.models.residual_diffusion import ancestral_steps
 from nextscale.testing import tiny_hart
-from nextscale.tokenizers.vq import VQTokenizer
 from nextscale.verify import verify
 
-CASE = DATA / "hart" / "t2i_small"
+CASE = files.HART_CASE
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The published layout, from the weights of a recorded case."""
-    state = load_file(CASE / "state.safetensors")
-    config = json.loads((CASE / "config.json").read_text())
-    llm = {k.removeprefix("llm."): v for k, v in state.items() if k.startswith("llm.")}
-    tokenizer = {k.removeprefix("tokenizer."): v for k, v in state.items() if k.startswith("tokenizer.")}
-    values = config["tokenizer"]
-    shape = {"vocabulary": values["vocab_size"], "code_dim": values["z_channels"], "channels": values["ch"]}
-    from nextscale.tokenizers.vq import VQConfig
-
-    whole = VQTokenizer(VQConfig(**shape, multipliers=tuple(values["ch_mult"]), hybrid=True))
-    for name, p in whole.named_parameters():  # generation needs no encoder, so the case has none
-        if name.startswith(("encoder.", "quant_conv.")):
-            tokenizer[f"vae.{name}"] = p.detach().clone()
-    tokenizer["disc.main.0.weight"] = torch.zeros(3)
-    folder = tmp_path / "hart"
-    (folder / "llm").mkdir(parents=True)
-    (folder / "tokenizer").mkdir()
-    (folder / "llm" / "config.json").write_text(json.dumps({"model_type": "hart", **config["llm"]}))
-    torch.save(llm, folder / "llm" / "ema_model.bin")
-    broken = {k: torch.full_like(v, float("nan")) if v.is_floating_point() else v for k, v in llm.items()}
-    save_file(broken, folder / "llm" / "model.safetensors")  # not the averaged weights
-    save_file(tokenizer, folder / "tokenizer" / "model.safetensors")
-    return folder
+    return files.hart(tmp_path / "hart")
 
 
 def text(slots: int = 6) -> list[torch.Tensor]:

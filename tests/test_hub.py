@@ -76,6 +76,7 @@ def hub(tmp_path_factory):
     files.shards(infinity / "tiny_weights", CASE_8B)
     files.tokenizer(infinity, CASE_8B, "vae_d24.pth")
     files.flat(infinity, CASE_2B, "unrelated.pth")
+    files.hart(root / "acme" / "hart")
     (root / "acme" / "other" / "config.json").write_text('{"model_type": "bert"}')
     handler = type("Handler", (Hub,), {"root": root, "log": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -135,6 +136,22 @@ attempt("tiny-infinity", dtype="bfloat16", local_files_only=True)
     fetched = [line for line in hub.RequestHandlerClass.log if line.startswith("GET") and "/resolve/" in line]
     assert len([line for line in fetched if line.endswith("var_tiny.pth")]) == 1, "the cache is used"
     assert not [line for line in fetched if "unrelated" in line], "only what is needed is fetched"
+
+
+def test_hart_has_two_folders(hub, tmp_path: Path) -> None:
+    root = Path(hub.RequestHandlerClass.root) / "acme" / "hart"
+    out = run(
+        hub,
+        tmp_path,
+        f"""
+plan = pretrained.read(locate.locate({str(root)!r}, None, None, locate.Hub()))
+MODELS["tiny-hart"] = dataclasses.replace(
+    MODELS["hart-0.7b"], name="tiny-hart", backbone=plan.backbone.config, repo="acme/hart")
+attempt("tiny-hart")
+attempt("tiny-hart", local_files_only=True)
+""",
+    ).splitlines()
+    assert out == ["Pipeline(tiny-hart, dtype=float32, device=cpu)"] * 2
 
 
 def test_a_converted_repository(hub, tmp_path: Path) -> None:
