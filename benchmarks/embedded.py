@@ -14,6 +14,7 @@ import statistics
 import torch
 
 from nextscale import NOVA, DropGuidance, FastVAR, Pipeline, SparseVAR, ToProVAR, Truncate
+from nextscale.evaluate.psnr import psnr
 from nextscale.evaluate.ssim import ssim
 from nextscale.methods.base import Method
 
@@ -69,10 +70,10 @@ def main() -> None:
         seconds = sum(run.trace.seconds["total"] for run in runs)
         share = statistics.mean(run.trace.share() for run in runs)
         pairs = [(run.images, full.images) for run, full in zip(runs, plain, strict=True)]
-        psnr = statistics.mean(float(-10 * (a - b).square().mean().clamp_min(1e-12).log10()) for a, b in pairs)
+        near = statistics.mean(float(psnr(a, b, span=1.0)) for a, b in pairs)
         alike = statistics.mean(float(ssim(a, b, span=1.0).mean()) for a, b in pairs)
         each = seconds / len(prompts)
-        print(f"{name:<36} {each:>8.2f} {base / seconds:>8.2f}x {share:>7.1%} {psnr:>6.1f} {alike:>6.3f}", flush=True)
+        print(f"{name:<36} {each:>8.2f} {base / seconds:>8.2f}x {share:>7.1%} {near:>6.1f} {alike:>6.3f}", flush=True)
     print(f"decoding takes {decode / base:.1%} of the plain run")
 
 

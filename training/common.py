@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from nextscale.schedule import Schedule, infinity_schedule
-from nextscale.tokenizers.bsq import BSQTokenizer
+from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
 from training.painter import Painter, load_sprites, stand_ins
 from training.scenes import read_vocabulary
 
@@ -44,6 +44,11 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, help="instead of the configured time")
     parser.add_argument("--smoke", action="store_true", help="tiny model, a few seconds on a CPU")
     return parser
+
+
+def make_tokenizer(config: dict[str, Any]) -> BSQTokenizer:
+    shape = config["tokenizer"]["model"]
+    return BSQTokenizer(BSQConfig(**{**shape, "multipliers": tuple(shape["multipliers"])}))
 
 
 def make_painter(folder: Path, config: dict[str, Any], where: torch.device, smoke: bool) -> Painter:
@@ -152,11 +157,6 @@ def quantise(
         rest, total = rest - step, total + step
     result.total = total
     return result
-
-
-def psnr(a: Tensor, b: Tensor) -> Tensor:
-    """Per image, for pictures in [-1, 1]."""
-    return -10 * (a.clamp(-1, 1) - b).div(2).square().mean((1, 2, 3)).log10()
 
 
 class Log:

@@ -24,9 +24,20 @@ from nextscale.checkpoints.locate import ASSETS
 from nextscale.models.registry import EMBEDDED
 from nextscale.pipeline import Pipeline
 from nextscale.text.words import Lexicon
-from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
+from nextscale.tokenizers.bsq import BSQTokenizer
 from training import store
-from training.common import Average, Clock, Log, arguments, autocast, device, grids, quantise, read_config
+from training.common import (
+    Average,
+    Clock,
+    Log,
+    arguments,
+    autocast,
+    device,
+    grids,
+    make_tokenizer,
+    quantise,
+    read_config,
+)
 from training.painter import Painter, load_sprites
 from training.scenes import STYLES, Batch, Scene, Scenes, batch_of, read_vocabulary, stream, words_of
 
@@ -178,8 +189,7 @@ def load_tokenizer(source: Path, config: dict[str, Any]) -> BSQTokenizer:
     """Of a run, or of a model as the package ships it."""
     if not (source / "tokenizer.safetensors").exists():
         return Pipeline.from_pretrained(source, progress_bar=False).tokenizer
-    shape = config["tokenizer"]["model"]
-    tokenizer = BSQTokenizer(BSQConfig(**{**shape, "multipliers": tuple(shape["multipliers"])}))
+    tokenizer = make_tokenizer(config)
     store.load_into(source, tokenizer=tokenizer)
     return tokenizer
 

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from nextscale.checkpoints.locate import ASSETS
+from nextscale.evaluate.psnr import psnr
 from nextscale.models.registry import EMBEDDED
 from training import store
-from training.common import arguments, device, grids, make_painter, psnr, quantise, read_config
+from training.common import arguments, device, grids, make_painter, quantise, read_config
 from training.painter import Painter
 from training.scenes import Scenes, batch_of, read_vocabulary
 from training.train_transformer import Trainer

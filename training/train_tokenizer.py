@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nextscale.evaluate.psnr import psnr
 from nextscale.images import to_pil
 from nextscale.text.words import Lexicon
-from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
+from nextscale.tokenizers.bsq import BSQTokenizer
 from training import store
 from training.common import (
     Average,
@@ -24,7 +25,7 @@ from training.common import (
     device,
     grids,
     make_painter,
-    psnr,
+    make_tokenizer,
     quantise,
     read_config,
     sheet,
@@ -90,8 +91,9 @@ def train(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], clo
         average.update()
         step += 1
         if step % 200 == 0 or step == 1:
+            quality = psnr(made.detach().clamp(-1, 1), pictures).mean()
             log(
-                f"step {step} {clock.elapsed:.0f} s loss {loss.item():.4f} psnr {psnr(made, pictures).mean():.2f} "
+                f"step {step} {clock.elapsed:.0f} s loss {loss.item():.4f} psnr {quality:.2f} "
                 f"commitment {commitment:.4f} std {features.std():.3f}"
             )
     log(f"{step} steps, {step * batch} pictures, {clock.elapsed:.0f} s")
@@ -135,8 +137,7 @@ def main() -> None:
     log, where = Log(options.run, "tokenizer"), device()
     torch.manual_seed(config["seed"])
     painter = make_painter(options.sprites, config, where, options.smoke)
-    shape = config["tokenizer"]["model"]
-    tokenizer = BSQTokenizer(BSQConfig(**{**shape, "multipliers": tuple(shape["multipliers"])}))
+    tokenizer = make_tokenizer(config)
     if options.init:
         store.load_into(options.init, tokenizer=tokenizer)
     tokenizer.to(where)

@@ -26,7 +26,7 @@ from nextscale.models.registry import Defaults, ModelSpec
 from nextscale.pipeline import Pipeline
 from nextscale.schedule import Schedule
 from nextscale.text.words import Lexicon, WordEncoder, WordsConfig, WordTransformer
-from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
+from nextscale.tokenizers.bsq import BSQTokenizer
 from training import store
 from training.common import (
     Average,
@@ -37,6 +37,7 @@ from training.common import (
     device,
     grids,
     make_painter,
+    make_tokenizer,
     quantise,
     read_config,
     sheet,
@@ -50,8 +51,7 @@ MASKED = 7  # grids whose attention is one masked call; more would waste it, few
 
 def build(config: dict[str, Any]) -> tuple[Infinity, WordTransformer, BSQTokenizer, Lexicon]:
     lexicon = Lexicon(words_of(read_vocabulary()))
-    shape = config["tokenizer"]["model"]
-    tokenizer = BSQTokenizer(BSQConfig(**{**shape, "multipliers": tuple(shape["multipliers"])}))
+    tokenizer = make_tokenizer(config)
     options = config["transformer"]
     text = WordTransformer(WordsConfig(len(lexicon), **options["text"]))
     backbone = Infinity(

@@ -85,7 +85,7 @@ class Pipeline:
         Without arguments: the small clip-art model that comes with the package.
 
         `model` says which model the files are where their shapes leave a choice, `vae` where the tokenizer is if
-        not beside them, `text_encoder` which T5 to use. `dtype` is that of the matrix products (float32 unless
+        not beside them, `text_encoder` which T5 or Qwen2 to use. `dtype` is that of the matrix products (float32 unless
         told); `torch_dtype` and `device_map` are other spellings of `dtype` and `device`.
         """
         hub = locate.Hub(revision, token, local_files_only)

@@ -81,6 +81,15 @@ class Size:
                 raise NextscaleError(f"height and width are whole numbers of pixels, not {side!r}")
 
 
+def only_square(sides: Sequence[int], size: Size, stride: int) -> Schedule:
+    """The schedule of a model that knows one size; asking for another is an error."""
+    side = sides[-1] * stride
+    asked = (side if size.height is None else size.height, side if size.width is None else size.width)
+    if asked != (side, side) or size.aspect_ratio not in (None, 1) or size.pixel_budget is not None:
+        raise NextscaleError(f"this model makes pictures of {side}x{side} only")
+    return Schedule.squares(sides)
+
+
 # Infinity's table: one row per height/width ratio, in cells of 16 pixels (8 for the embedded model).
 _ROWS: dict[float, str] = {
     1.0: "1x1 2x2 4x4 6x6 8x8 12x12 16x16 20x20 24x24 32x32 40x40 48x48 64x64",

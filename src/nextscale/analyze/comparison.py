@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from nextscale.errors import NextscaleError
+from nextscale.evaluate.psnr import psnr
 from nextscale.images import from_pil
 from nextscale.pipeline import Output
 from nextscale.trace import Trace
@@ -30,17 +30,12 @@ def computed(trace: Trace, image: int, scale: int) -> np.ndarray:
     return np.mean([trace.kept(image, scale, layer) for layer in layers], axis=0)
 
 
-def psnr(a: Tensor, b: Tensor) -> float:
-    """Of pictures in [-1, 1], in decibels."""
-    return float(-10 * (a - b).div(2).square().mean().clamp_min(1e-12).log10())
-
-
 def draw_comparison(plain: Output, fast: Output, prompt: str, path: Path) -> str:
     """Writes the picture; returns its figures as one sentence."""
     pyplot = require_matplotlib()
     seconds = [run.trace.seconds["total"] for run in (plain, fast)]
     share = fast.trace.share()
-    quality = psnr(from_pil(plain.images[:1]), from_pil(fast.images[:1]))
+    quality = float(psnr(from_pil(plain.images[:1]), from_pil(fast.images[:1])))
     name = fast.trace.header["method"]["name"]
     scales = len(fast.trace.schedule)  # columns of maps
     figure = pyplot.figure(figsize=(11, 7.6), facecolor="white")

@@ -11,15 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.draws import Draws
-from nextscale.errors import NextscaleError
 from nextscale.guidance import combine, ramp
 from nextscale.kv import Memory
 from nextscale.models.base import Backbone, State, per_row
 from nextscale.models.infinity import TextCondition
-from nextscale.models.layers import SelfAttention, rotate_half
+from nextscale.models.layers import SelfAttention, head_logits, rotate_half
 from nextscale.models.residual_diffusion import ResidualDiffusion, SinusoidEmbedding
 from nextscale.sampling import Drawn
-from nextscale.schedule import Scale, Schedule, Size
+from nextscale.schedule import Scale, Schedule, Size, only_square
 
 if TYPE_CHECKING:
     from nextscale.run import Rows
@@ -193,11 +192,7 @@ class HART(Backbone):
 
     def head(self, state: HARTState, x: Tensor, codes: Tensor | None = None) -> Tensor:
         scale, shift = state.head_modulation[: len(x)].unbind(2)
-        h = self.head_norm(x) * (1 + scale) + shift
-        if codes is not None:
-            weight, bias = self.head_linear.weight[codes], self.head_linear.bias[codes]
-            return torch.baddbmm(bias[:, None], h, weight.transpose(1, 2))
-        return self.head_linear(h)
+        return head_logits(self.head_linear, self.head_norm(x) * (1 + scale) + shift, codes)
 
     def finish(
         self, state: Any, x: Tensor, drawn: Drawn, tokenizer: ImageTokenizer, rows: Rows, weight: float, draws: Draws
@@ -217,11 +212,7 @@ class HART(Backbone):
         return drawn.codes + residual
 
     def schedule(self, size: Size, stride: int) -> Schedule:
-        side = self.config.sides[-1] * stride
-        asked = (side if size.height is None else size.height, side if size.width is None else size.width)
-        if asked != (side, side) or size.aspect_ratio not in (None, 1) or size.pixel_budget is not None:
-            raise NextscaleError(f"this model makes pictures of {side}x{side} only")
-        return Schedule.squares(self.config.sides)
+        return only_square(self.config.sides, size, stride)
 
     def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
         weights = ramp(value, scales)

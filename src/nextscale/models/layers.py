@@ -19,6 +19,14 @@ def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tenso
     return F.layer_norm(x, x.shape[-1:], eps=eps).mul(scale.add(1)).add(shift)
 
 
+def head_logits(head: nn.Linear, h: Tensor, codes: Tensor | None) -> Tensor:
+    """Logits [R, N, V] of the normed states h, or [R, N, n] of the `codes` [R, n] alone."""
+    if codes is None:
+        return head(h)
+    weight, bias = head.weight[codes], head.bias[codes]  # [R, n, C], [R, n]
+    return torch.baddbmm(bias[:, None], h, weight.transpose(1, 2))
+
+
 class Modulation(nn.Sequential):
     """AdaLN: `n` vectors per row, computed from the condition. The indices 0, 1 match the official keys."""
 

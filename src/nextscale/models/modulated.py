@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nextscale.kv import Memory
 from nextscale.models.base import Backbone, State, per_row
-from nextscale.models.layers import MLP, SelfAttention, modulated_norm
+from nextscale.models.layers import MLP, SelfAttention, head_logits, modulated_norm
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,8 @@ class ModulatedBackbone(Backbone):
 
     def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         scale, shift = state.head_modulation[: len(x)].unbind(2)
-        h = modulated_norm(x, scale, shift, self.config.eps)
-        if codes is not None:
-            weight, bias = self.head_linear.weight[codes], self.head_linear.bias[codes]  # [R, n, C], [R, n]
-            return torch.baddbmm(bias[:, None], h, weight.transpose(1, 2))
-        logits = self.head_linear(h)
-        return logits.unflatten(-1, (*self.token_shape, self.token_values))
+        logits = head_logits(self.head_linear, modulated_norm(x, scale, shift, self.config.eps), codes)
+        return logits if codes is not None else logits.unflatten(-1, (*self.token_shape, self.token_values))
 
     def flops(self, part: str, tokens: int, keys: int) -> int:
         c = self.width

@@ -129,8 +129,8 @@ class ResidualDiffusion(nn.Module):
             noise, variance = rows.chunk(2, dim=-1)
             noise, share = guide(noise), (variance[: len(x)] + 1) / 2  # only the noise is guided
             clean = (step.recip * x - step.recipm1 * noise).clamp(-1, 1)
-            x, noisy = step.of_clean * clean + step.of_noisy * x, x
+            x = step.of_clean * clean + step.of_noisy * x
             if number + 1 < self.steps:
                 log_variance = share * step.log_beta + (1 - share) * step.log_posterior
-                x = x + (log_variance / 2).exp() * normal(f"step {number}").to(noisy)
+                x = x + (log_variance / 2).exp() * normal(f"step {number}")
         return x * LATENT_SCALE

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nextscale.errors import NextscaleError
 from nextscale.guidance import ramp
 from nextscale.models.layers import MLP, Modulation, SelfAttention
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
-from nextscale.schedule import Scale, Schedule, Size
+from nextscale.schedule import Scale, Schedule, Size, only_square
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,7 @@ class VAR(ModulatedBackbone):
         return None  # learned positions are part of the embedding
 
     def schedule(self, size: Size, stride: int) -> Schedule:
-        side = self.config.sides[-1] * stride
-        asked = (side if size.height is None else size.height, side if size.width is None else size.width)
-        if asked != (side, side) or size.aspect_ratio not in (None, 1) or size.pixel_budget is not None:
-            raise NextscaleError(f"this model makes pictures of {side}x{side} only: its positions are learned")
-        return Schedule.squares(self.config.sides)
+        return only_square(self.config.sides, size, stride)
 
     def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
         return ramp(value, scales)

@@ -27,6 +27,7 @@ class ImageTokenizer(nn.Module, ABC):
 
     config: Any
     stride: int  # pixels per token side
+    fold: int = 1  # pixels per side of the largest map of the decoder
 
     @property
     @abstractmethod
@@ -42,7 +43,7 @@ class ImageTokenizer(nn.Module, ABC):
         h, w = schedule.last
         first, second = (*self.config.multipliers, self.config.multipliers[-1])[:2]
         outer, inner = self.config.channels * first, self.config.channels * second
-        return self.dtype.itemsize * (4 * outer + 3 * inner) * h * w * self.stride**2
+        return self.dtype.itemsize * (4 * outer + 3 * inner) * h * w * (self.stride // self.fold) ** 2
 
     @staticmethod
     def computes_in_dtype(name: str) -> bool:

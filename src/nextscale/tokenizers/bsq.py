@@ -28,6 +28,7 @@ class BSQTokenizer(ImageTokenizer):
     def __init__(self, config: BSQConfig) -> None:
         super().__init__()
         self.config = config
+        self.fold = config.fold
         self.patch = 2 if config.patchify else 1  # latent cells per token side
         self.stride = 2 ** (len(config.multipliers) - 1) * self.patch * config.fold
         shape = (config.channels, config.multipliers, config.code_dim, config.residual_blocks, False, config.fold)
