@@ -195,7 +195,7 @@ def main() -> None:
         measured.sample(pipe, part, list(range(i, i + len(part))), method=method, **size)
         progress(i + len(part))
     result = report(measured)
-    out = options.out or options.run
+    out = options.run
     out.mkdir(parents=True, exist_ok=True)
     head = {"model": options.model, "captions": captions}
     (out / "entropy.json").write_text(json.dumps({**head, **result}) + "\n")

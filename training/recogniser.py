@@ -2,13 +2,14 @@
 
     python -m training.recogniser --run FOLDER --seconds 100
 
-It is trained on painted scenes, made to look like generated ones, and tells which thing stands where (a heat map of
-centres), and for shapes in which colour. Styles are not told apart.
+It is trained on painted scenes, made to look like generated ones. What it leaves in FOLDER/recogniser is what the
+package ships; `training.grader` then measures how often its verdicts are right.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from nextscale.checkpoints.int8 import pack
 from nextscale.checkpoints.locate import ASSETS
+from nextscale.evaluate.recogniser import REDUCED, STRIDE, Detection, Recogniser, load_recogniser
 from nextscale.models.registry import EMBEDDED
 from nextscale.pipeline import Pipeline
 from nextscale.text.words import Lexicon
@@ -34,23 +38,19 @@ from training.common import (
     autocast,
     device,
     grids,
+    make_painter,
     make_tokenizer,
     quantise,
     read_config,
 )
-from training.painter import Painter, load_sprites
+from training.painter import Painter
 from training.scenes import STYLES, Batch, Scene, Scenes, batch_of, read_vocabulary, stream, words_of
 
-REDUCED = 2  # pixels per side that become one before anything else
-STRIDE = 8  # of the maps, in reduced pixels
-THRESHOLD = 0.4  # of the heat map: a centre that is well seen has 0.8 or more
-APART = 0.1  # centres that are nearer, as a share of the side, are one thing
-MOST = 16  # detections per picture
 NEAR = 0.08  # how far a detection may lie from the true centre, as a share of the side
 
 OPTIONS: dict[str, Any] = {
-    "widths": (48, 96, 192, 224),  # at strides 4, 8, 16, 32 of the reduced picture
-    "features": 128,
+    "widths": (48, 96, 160, 184),  # at strides 4, 8, 16, 32 of the reduced picture
+    "features": 120,
     "batch": 64,
     "coded": 16,  # pictures of a batch that go through the tokenizer, the dearest part of a step
     "learning_rate": 0.0015,
@@ -69,120 +69,23 @@ SMOKE: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Detection:
-    label: int  # among the objects, then the shapes
-    colour: int  # means something for shapes only
-    x: float  # of the centre, as shares of the side
-    y: float
-    score: float  # that something is there
-    sure: float  # that it is this thing
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        # No batch norm: `store` keeps parameters only, and pictures must not depend on their company.
-        self.norm1, self.norm2 = nn.GroupNorm(8, width), nn.GroupNorm(8, width)
-        self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
-
-
-def outlines(pictures: Tensor) -> Tensor:
-    """Edges across and down [B, 2, H, W], whatever the colours on their two sides.
-
-    A shape has nothing else, and without them the net knew its colour long before it left chance at naming it.
-    """
-    across = F.pad(pictures.diff(dim=3), (0, 1, 0, 0)).abs().amax(1, keepdim=True)
-    down = F.pad(pictures.diff(dim=2), (0, 0, 0, 1)).abs().amax(1, keepdim=True)
-    return torch.cat((across, down), dim=1).add(1e-3).sqrt()  # a faint edge is an edge too
-
-
-class Recogniser(nn.Module):
-    """Down to stride 32, where one cell sees the largest object whole, and up again to where centres are told."""
-
-    def __init__(self, classes: int, colours: int, widths: tuple[int, int, int, int], features: int) -> None:
-        super().__init__()
-        self.classes = classes
-        a, b, c, d = widths
-        self.stem = nn.Sequential(
-            nn.Conv2d(5, a, 5, stride=2, padding=2), nn.SiLU(), nn.Conv2d(a, a, 3, stride=2, padding=1), Residual(a)
-        )
-
-        def down(small: int, large: int) -> nn.Sequential:
-            enter = (nn.GroupNorm(8, small), nn.SiLU(), nn.Conv2d(small, large, 3, stride=2, padding=1))
-            return nn.Sequential(*enter, Residual(large), Residual(large))
-
-        self.down8, self.down16, self.down32 = down(a, b), down(b, c), down(c, d)
-        self.up16, self.mix16 = nn.Conv2d(d, c, 1), Residual(c)
-        self.up8, self.side8, self.mix8 = nn.Conv2d(c, features, 1), nn.Conv2d(b, features, 1), Residual(features)
-        self.norm = nn.GroupNorm(8, features)
-        self.heat = nn.Conv2d(features, 1, 3, padding=1)
-        self.what = nn.Sequential(nn.Linear(features, 2 * features), nn.SiLU(), nn.Linear(2 * features, classes))
-        self.colour = nn.Linear(features, colours)
-        nn.init.constant_(self.heat.bias, -4.0)  # nearly all cells are empty
-
-    def maps(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
-        """Reduced pictures [B, 3, H, W] in [-1, 1] -> logits of centres [B, h, w] and features [B, C, h, w]."""
-        at8 = self.down8(self.stem(torch.cat((pictures, outlines(pictures)), dim=1)))
-        at16 = self.down16(at8)
-        up = F.interpolate(self.up16(self.down32(at16)), scale_factor=2.0, mode="nearest")
-        up = F.interpolate(self.up8(self.mix16(at16 + up)), scale_factor=2.0, mode="nearest")
-        features = F.silu(self.norm(self.mix8(self.side8(at8) + up)))
-        return self.heat(features)[:, 0], features
-
-    def read(self, features: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of class [B, K, classes] and colour [B, K, colours] at the cells [B, K]."""
-        chosen = features.flatten(2).gather(2, cells[:, None].expand(-1, features.shape[1], -1)).transpose(1, 2)
-        return self.what(chosen), self.colour(chosen)
-
-    def forward(self, pictures: Tensor, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heat, features = self.maps(pictures)
-        return heat, *self.read(features, cells)
-
-    @torch.no_grad()
-    def detect(self, pictures: Tensor, at_once: int = 64) -> list[list[Detection]]:
-        """Of every picture [B, 3, H, W] in [-1, 1], at full size; the best seen first."""
-        return [found for part in pictures.split(at_once) for found in self._detect(part)]
-
-    def _detect(self, pictures: Tensor) -> list[list[Detection]]:
-        heat, features = self.maps(F.avg_pool2d(pictures, REDUCED))
-        h, w = heat.shape[1:]
-        score = heat.float().sigmoid()
-        peak = score * (score == F.max_pool2d(score[:, None], 5, 1, 2)[:, 0])
-        best, cells = peak.flatten(1).topk(min(MOST, h * w))
-        what, colour = self.read(features, cells)
-        sure, label = what.float().softmax(-1).max(-1)
-        rows = zip(*(t.tolist() for t in (best, cells, label, sure, colour.argmax(-1))), strict=True)
-        return [self._distinct(list(zip(*row, strict=True)), h, w) for row in rows]
-
-    @staticmethod
-    def _distinct(candidates: list[tuple[float, int, int, float, int]], h: int, w: int) -> list[Detection]:
-        kept: list[Detection] = []
-        for score, cell, label, sure, colour in candidates:
-            x, y = (cell % w + 0.5) / w, (cell // w + 0.5) / h
-            if score >= THRESHOLD and all(math.hypot(x - k.x, y - k.y) >= APART for k in kept):
-                kept.append(Detection(label, colour, x, y, score, sure))
-        return kept
-
-
 def class_names(vocabulary: dict[str, Any]) -> list[str]:
     return [thing["name"] for thing in (*vocabulary["objects"], *vocabulary["shapes"])]
 
 
 def build(vocabulary: dict[str, Any], options: dict[str, Any]) -> Recogniser:
-    names, colours = class_names(vocabulary), vocabulary["colours"]
-    return Recogniser(len(names), len(colours), options["widths"], options["features"])
+    colours = [c["name"] for c in vocabulary["colours"]]
+    return Recogniser(class_names(vocabulary), colours, options["widths"], options["features"])
 
 
-def load(folder: Path, vocabulary: dict[str, Any], smoke: bool, where: torch.device) -> Recogniser:
-    if not (folder / "recogniser.safetensors").exists():
-        raise SystemExit(f"{folder} has no recogniser: run python -m training.recogniser --run {folder}")
-    recogniser = build(vocabulary, SMOKE if smoke else OPTIONS)
-    store.load_into(folder, recogniser=recogniser)
-    return recogniser.to(where).eval().requires_grad_(False)
+def ship(recogniser: Recogniser, options: dict[str, Any], folder: Path) -> None:
+    """As the package has it: 8 bits, and names beside them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: p.detach().cpu().contiguous() for name, p in recogniser.named_parameters()}
+    save_file(pack(state), folder / "model.safetensors")
+    sizes = {"widths": list(options["widths"]), "features": options["features"]}
+    about = {**sizes, "classes": recogniser.classes, "colours": recogniser.colours}
+    (folder / "config.json").write_text(json.dumps(about) + "\n")
 
 
 def load_tokenizer(source: Path, config: dict[str, Any]) -> BSQTokenizer:
@@ -384,7 +287,7 @@ class Errors:
         return not any(dataclasses.astuple(self))
 
 
-def compare(scene: Scene, found: list[Detection], objects: int) -> Errors:
+def compare(scene: Scene, found: list[Detection], vocabulary: dict[str, Any]) -> Errors:
     """What a recogniser got wrong of a scene that is known."""
     errors, left = Errors(), list(found)
     for item, (x, y, _) in scene.copies:
@@ -393,9 +296,10 @@ def compare(scene: Scene, found: list[Detection], objects: int) -> Errors:
             errors.missed += 1
             continue
         left.remove(nearest)
-        if nearest.label != (item.index if item.colour is None else objects + item.index):
+        thing = (vocabulary["objects"] if item.colour is None else vocabulary["shapes"])[item.index]
+        if nearest.name != thing["name"]:
             errors.confused += 1
-        elif item.colour is not None and nearest.colour != item.colour:
+        elif item.colour is not None and nearest.colour != vocabulary["colours"][item.colour]["name"]:
             errors.discoloured += 1
     errors.extra = len(left)
     return errors
@@ -418,7 +322,7 @@ def measure(
         coded += recogniser.detect(pictures.recode(shown, faulty=False))[: len(part)]
     result = {}
     for name, found in (("painted", painted), ("through the tokenizer", coded)):
-        errors = [compare(s, f, pictures.objects) for s, f in zip(scenes, found, strict=True)]
+        errors = [compare(s, f, vocabulary) for s, f in zip(scenes, found, strict=True)]
         things = sum(len(s.places) for s in scenes)
         # Captions without a background give white; all evaluations ask for that.
         plain = [s.background == "plain" and s.colours[0] == drawer.white for s in scenes]
@@ -439,10 +343,7 @@ def main() -> None:
     log, where = Log(parsed.run, "recogniser"), device()
     torch.manual_seed(config["seed"])
     vocabulary = read_vocabulary()
-    sprites = load_sprites(parsed.sprites, vocabulary)
-    if parsed.smoke:  # small pictures need no large sprites, whose reduction would take longest of all
-        sprites = sprites[:, :, ::4, ::4].contiguous()
-    painter = Painter(sprites, where, config["side"])
+    painter = make_painter(parsed.sprites, config, where, parsed.smoke)
     has_own = (parsed.run / "tokenizer.safetensors").exists()
     source = parsed.init or (parsed.run if has_own else ASSETS / EMBEDDED.name)
     tokenizer = load_tokenizer(source, config).to(where).eval().requires_grad_(False)
@@ -453,10 +354,9 @@ def main() -> None:
     seconds = parsed.seconds or options["seconds"]
     average = train(recogniser, pictures, scenes, options, seconds, log)
     average.swap()
-    recogniser.to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
-    store.save(parsed.run, recogniser=recogniser)
-    store.load_into(parsed.run, recogniser=recogniser)  # measured as it will be used: in half precision
-    measure(recogniser, pictures, vocabulary, options, log)
+    ship(recogniser.to(memory_format=torch.contiguous_format), options, parsed.run / "recogniser")
+    shipped = load_recogniser(where, parsed.run / "recogniser")  # measured as it will be used: in 8 bits
+    measure(shipped, pictures, vocabulary, options, log)
 
 
 if __name__ == "__main__":

@@ -58,10 +58,12 @@ class Pipeline:
         spec: ModelSpec,
         text_encoder: TextEncoder | None = None,
         progress_bar: bool | None = None,
+        weight_files: Sequence[Path] = (),
     ) -> None:
         self.backbone, self.tokenizer, self.spec = backbone, tokenizer, spec
         self.text_encoder = text_encoder
         self.progress_bar = progress_bar  # None: only on a terminal
+        self.weight_files = tuple(weight_files)  # where the weights were read; empty: they were never in files
 
     @classmethod
     def from_pretrained(
@@ -99,7 +101,7 @@ class Pipeline:
             options: dict[str, Any] = {"token": token, "local_files_only": local_files_only}
             name = encoder or plan.spec.text_encoder
             encoder = ENCODERS[plan.spec.family](str(name), backbone.config.text_length, device=where, **options)
-        return cls(backbone, tokenizer, plan.spec, encoder, progress_bar)
+        return cls(backbone, tokenizer, plan.spec, encoder, progress_bar, plan.files)
 
     def __repr__(self) -> str:
         return f"Pipeline({self.spec.name}, dtype={name_of(self.dtype)}, device={self.device})"

@@ -25,9 +25,13 @@ def require_writable(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
+    """Until it is whole, the file lies beside `path`, or in a `folder` on the same disk."""
     require_writable(path)
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=path.suffix, dir=path.parent)
+    try:
+        handle, scratch = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=path.suffix, dir=folder or path.parent)
+    except OSError as error:
+        raise NextscaleError(f"cannot write {path}: {error.strerror}") from None
     try:
         with os.fdopen(handle, "wb") as file:
             yield file

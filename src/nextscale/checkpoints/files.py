@@ -51,6 +51,11 @@ class StateFile(ABC):
     def __init__(self, path: Path, infos: dict[str, TensorInfo]) -> None:
         self.path, self.infos = path, infos
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files on disk that hold it."""
+        return (self.path,)
+
     @abstractmethod
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """Some tensors, mapped from the file."""
@@ -95,6 +100,10 @@ class SafetensorsState(StateFile):
                 f"{self.shards[missing[0]]} lacks the tensor {missing[0]!r} that the index of {path} places in it"
             )
         super().__init__(path, {key: infos[key] for key in self.shards})
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(dict.fromkeys(self.shards.values()))
 
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -45,6 +46,10 @@ class Int8State(StateFile):
             if key.removesuffix(SUFFIX) not in self.packed or key in self.packed
         }
         super().__init__(inner.path, infos)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.inner.files
 
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         scales = [key + SUFFIX for key in keys if key in self.packed]

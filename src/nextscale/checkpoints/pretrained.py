@@ -62,6 +62,10 @@ class Blueprint:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(dict.fromkeys(file for part in self.parts.values() for file in part.state.files))
+
     def build(
         self, dtype: torch.dtype, device: torch.device | str, progress: Progress | None = None
     ) -> tuple[Backbone, ImageTokenizer]:

@@ -11,8 +11,10 @@ import typer
 from nextscale.cli.calibrate import app as calibrate
 from nextscale.cli.compare import compare
 from nextscale.cli.convert import convert
+from nextscale.cli.export import export
 from nextscale.cli.generate import generate
 from nextscale.cli.info import env, methods, models
+from nextscale.cli.score import score
 from nextscale.cli.verify import verify
 from nextscale.cli.words import words
 from nextscale.errors import NextscaleError
@@ -24,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(calibrate, name="calibrate")
-for command in (generate, compare, words, models, methods, env, verify, convert):
+for command in (generate, compare, words, models, methods, env, verify, convert, export, score):
     app.command()(command)
 
 

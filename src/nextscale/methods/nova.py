@@ -91,6 +91,7 @@ class NOVAPolicy(CachedPolicy):
         self.growth = [Growth(method.t_est, method.alpha) for _ in range(context.images)]
         self.attention = [TokenCache() for _ in range(context.depth)]  # attention entropy, for that metric
         self.final = TokenCache()  # entropy of the final prediction, for the probe "previous"
+        self.computed: Tensor | None = None  # cells of this scale that every layer computed, if the others add nothing
         self.means = [TokenCache() for _ in range(context.depth)]  # layer entropies, for the probe "previous"
         self.codes: dict[int, Tensor] = {}  # per image, for the probe "lens_topk"
         self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []  # entropies the host has not read yet
@@ -214,17 +215,22 @@ class NOVAPolicy(CachedPolicy):
     def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
         """A restored state predicts what was right one scale before. Where bits correct each other from scale to
         scale, as they do in flat areas, that is wrong, and adding nothing does less harm."""
+        self.computed = None
         taken = [next(iter(chosen.values())) for chosen in stats.chosen]
         reduced = [chosen for chosen in taken if chosen is not None]
         if self.method.uncomputed == "sample" or not reduced:
             return x, None
         masks = torch.stack([chosen.mask(stats.scale.tokens) for chosen in reduced])
-        return x, masks.all(0)[: stats.rows.images].float()
+        self.computed = masks.all(0)[: stats.rows.images]
+        return x, self.computed.float()
 
     def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         m, rows, scale = self.method, stats.rows, stats.scale
         seen = logits if m.entropy_of == "guided" else raw[: rows.images]
         entropy = token_entropy(seen, m.unit)
+        if self.computed is not None:  # elsewhere the newest that is known still holds
+            known = self.final.read(Rows(rows.which, ()), scale.grid, m.restore_mode)
+            entropy = entropy if known is None else torch.where(self.computed, entropy, known[..., 0])
         self.pending.append((scale, rows.which, entropy.double().mean(1)))
         if not self.records(scale):
             return

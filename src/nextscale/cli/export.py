@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nextscale.cli.options import Model, Revision, Vae, Weights, default_device, default_dtype, method_of, source_of
+
+
+def export(
+    benchmark: Annotated[str, typer.Argument(help="geneval, dpg, mjhq, imagereward, hpsv2 or imagenet.")],
+    out: Annotated[Path, typer.Option(help="The folder; pictures go into its `images`, manifest.json beside.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="The official prompt file or folder; imagenet needs none.", show_default=False)
+    ] = None,
+    model: Model = None,
+    weights: Weights = None,
+    method: Annotated[str | None, typer.Option(help="See `nextscale methods`; several as a+b.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Stored settings of the method: a name or a file.")] = None,
+    set_: Annotated[list[str], typer.Option("--set", help="field=value of the method, repeatable.")] = [],  # noqa: B006
+    shard: Annotated[str, typer.Option(help="i/n: only the i-th of n parts, from 1.")] = "1/1",
+    resume: Annotated[bool, typer.Option("--resume", help="Make what is missing in a folder begun before.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
+    images: Annotated[int | None, typer.Option(min=1, help="Per prompt. Default: the official number.")] = None,
+    seed: Annotated[int, typer.Option(help="The first; docs/benchmarks.md has the rule.")] = 0,
+    guidance_scale: Annotated[float | None, typer.Option(help="Default: what the authors use.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: what the authors use.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 = off. Default: what the authors use.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="0 = off. Default: what the authors use.")] = None,
+    smooth: Annotated[bool | None, typer.Option(help="Default: what the authors use.", show_default=False)] = None,
+    pixel_budget: Annotated[str | None, typer.Option(help="0.06M, 0.25M, 0.60M or 1M", show_default=False)] = None,
+    vae: Vae = None,
+    text_encoder: Annotated[str | None, typer.Option(help="T5 folder or hub repository.", show_default=False)] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
+    device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
+    revision: Revision = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no summary.")] = False,
+) -> None:
+    """Write the pictures of a benchmark as its official scorer reads them."""
+    from nextscale.export.folder import Folder
+    from nextscale.export.run import export as run
+    from nextscale.export.work import Shard, Work
+    from nextscale.pipeline import Pipeline
+
+    part = Shard.parse(shard)
+    work = Work.read(benchmark, prompts, images, seed)
+    Folder(out, part).check(work, work.settings(), resume)  # before a model is loaded for nothing
+    reduction = method_of(method, preset, set_)
+    device = device or default_device()
+    pipe = Pipeline.from_pretrained(
+        source_of(model, weights),
+        model=model,
+        vae=vae,
+        text_encoder=text_encoder,
+        dtype=dtype or default_dtype(device),
+        device=device,
+        revision=revision,
+        progress_bar=False if quiet else None,
+    )
+    pipe.progress_bar = False  # one bar for all pictures, not one for each
+    done = run(
+        pipe,
+        work,
+        out,
+        method=reduction,
+        shard=part,
+        batch=batch,
+        resume=resume,
+        pixel_budget=pixel_budget,
+        progress_bar=False if quiet else None,
+        guidance_scale=guidance_scale,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        smooth=smooth,
+    )
+    if quiet:
+        return
+    typer.echo(f"made {done.made} pictures; {done.manifest} says how")
+    if done.missing:
+        typer.echo(f"{done.missing} pictures of other shards are not here yet")
+        return
+    typer.echo("score them in a clone of the official repository (docs/benchmarks.md):")
+    for line in done.commands:
+        typer.echo(f"    {line}")

@@ -1,0 +1,75 @@
+"""The prompt files of the benchmarks: small checks that all of them share. A `ValueError` says what is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from nextscale.errors import NextscaleError, choices
+
+
+def load(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise ValueError(f"{text.strip()[:40]!r} is not JSON") from None
+
+
+def field(record: Any, key: str, where: str) -> str:
+    """A text that is not empty."""
+    value = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where} has no {key!r} of text")
+    return value
+
+
+def text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where} is not a prompt but {value!r:.40}")
+    return value
+
+
+def one_line(file: Path) -> str:
+    content = file.read_text("utf-8").strip()
+    if "\n" in content:
+        raise ValueError(f"{file.name} holds several lines, not one prompt")
+    return text(content, file.name)
+
+
+def file_name(name: Any, where: str) -> str:
+    """An id that becomes the name of a file: it must not lead elsewhere, nor hold a dot, where scorers cut."""
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
+        raise ValueError(f"{where} has the id {name!r:.60}, which cannot name a picture")
+    return name
+
+
+def sources(path: Path, pattern: str) -> list[Path]:
+    """The file itself, or those of a folder, in the order of their names."""
+    if path.is_dir() and not pattern:
+        raise ValueError("it is a folder")
+    try:
+        found = sorted(path.glob(pattern)) if path.is_dir() else [path]
+        for file in found:
+            file.open("rb").close()
+    except OSError as error:
+        raise NextscaleError(f"the prompts {path} cannot be read: {error.strerror}") from None
+    if not found:
+        raise ValueError(f"the folder holds no {pattern}")
+    return found
+
+
+def digest(files: list[Path]) -> str:
+    """What `sha256sum FILE` says of one file, and `sha256sum * | sha256sum` of several."""
+    sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    if len(sums) == 1:
+        return next(iter(sums.values()))
+    return hashlib.sha256("".join(f"{value}  {name}\n" for name, value in sums.items()).encode()).hexdigest()
+
+
+def require_unique(names: list[str]) -> None:
+    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    if twice:
+        raise ValueError(f"these ids stand there twice: {choices(sorted(twice)[:3])}")

@@ -1,0 +1,77 @@
+"""Prompts of the six tasks in GenEval's plain words, drawn the same way every time.
+
+python -m training.asks          # writes the frozen list that the package ships
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from nextscale.evaluate.scenes import ALONG, FROZEN, TASKS, Ask, Thing
+from training.scenes import COUNTS, held_out, read_vocabulary
+
+PAIRS = ("seen pairs", "unseen pairs")  # beside the six: pairs of objects that training did or did not show together
+PER_TASK = 60  # of the frozen list
+
+
+class Asks:
+    """None names a background or a style."""
+
+    def __init__(self, vocabulary: dict[str, Any], seed: int = 0) -> None:
+        self.plurals = {t["name"]: t["plural"] for t in (*vocabulary["objects"], *vocabulary["shapes"])}
+        self.objects = [t["name"] for t in vocabulary["objects"]]
+        self.shapes = [t["name"] for t in vocabulary["shapes"]]
+        # On the white background that captions without one have, nothing white can be seen.
+        self.colours = [c["name"] for c in vocabulary["colours"] if c["name"] != "white"]
+        self.seed = seed
+
+    def name(self, thing: Thing) -> str:
+        words = [] if thing.colour is None else [thing.colour]
+        words.append(thing.name if thing.count == 1 else self.plurals[thing.name])
+        number = "an" if thing.count == 1 and words[0][0] in "aeiou" else COUNTS[thing.count - 1]
+        return " ".join((number, *words))
+
+    def make(self, task: str, count: int) -> list[Ask]:
+        # Every task has its own numbers, so that a longer one leaves the others as they are.
+        rng = np.random.default_rng((self.seed, (*TASKS, *PAIRS).index(task)))
+        return [self.ask(task, *drawn) for _, drawn in zip(range(count), self.draw(task, rng), strict=False)]
+
+    def draw(self, task: str, rng: np.random.Generator) -> Iterator[tuple[tuple[Thing, ...], str | None]]:
+        for i in range(10**9):
+            if task == "single object":
+                every = [*self.objects, *self.shapes]
+                yield from (((Thing(every[k]),), None) for k in rng.permutation(len(every)))
+            elif task == "colours":
+                tinted = [Thing(s, 1, c) for s in self.shapes for c in self.colours]
+                yield from (((tinted[k],), None) for k in rng.permutation(len(tinted)))
+            elif task == "counting":
+                yield (Thing(self.objects[rng.integers(len(self.objects))], 2 + i % 3),), None
+            elif task == "colour attribution":
+                a, b = rng.choice(self.shapes, 2, replace=False).tolist()
+                first, second = rng.choice(self.colours, 2, replace=False).tolist()
+                yield (Thing(a, 1, first), Thing(b, 1, second)), None
+            else:
+                a, b = rng.choice(len(self.objects), 2, replace=False).tolist()
+                while task in PAIRS and held_out(a, b) != (task == "unseen pairs"):
+                    a, b = rng.choice(len(self.objects), 2, replace=False).tolist()
+                relation = list(ALONG)[i % 4] if task == "position" else None
+                yield (Thing(self.objects[a]), Thing(self.objects[b])), relation
+
+    def ask(self, task: str, things: tuple[Thing, ...], relation: str | None) -> Ask:
+        text = f" {relation or 'and'} ".join(map(self.name, things))
+        return Ask(task, text, things, relation)
+
+
+def main() -> None:
+    asks = Asks(read_vocabulary())
+    entries = [json.dumps(a.to_dict()) for task in TASKS for a in asks.make(task, PER_TASK)]
+    FROZEN.write_text('{"schema": 1, "asks": [\n' + ",\n".join(entries) + "\n]}\n")
+    print(f"wrote {FROZEN.name}: {len(entries)} prompts")
+
+
+if __name__ == "__main__":
+    main()

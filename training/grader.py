@@ -1,0 +1,125 @@
+"""How often is the recogniser's verdict right? Painted pictures that are as asked, and ones that differ in one thing.
+
+    python -m training.grader [--recogniser FOLDER]     # writes the shares into the recogniser's config.json
+
+The pictures go through the tokenizer, as generated ones do. Wrong ones are near misses: another object, one too many
+or too few, another colour, the two things exchanged. Scenes are drawn anew; none was trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nextscale.evaluate.recogniser import FOLDER, load_recogniser, read_about
+from nextscale.evaluate.scenes import TASKS, Ask, Thing
+from nextscale.pipeline import Pipeline
+from nextscale.text.words import Lexicon
+from training.asks import Asks
+from training.common import arguments, device, make_painter, read_config
+from training.scenes import Item, Scene, Scenes, batch_of, read_vocabulary, words_of
+
+
+def spoilt(ask: Ask, asks: Asks, rng: np.random.Generator) -> Ask:
+    """The same question about something else, which a picture of this one must not pass."""
+
+    def other(names: list[str], used: set[str | None]) -> str:
+        return str(rng.choice([n for n in names if n not in used]))
+
+    first, *rest = ask.things
+    names = {t.name for t in ask.things}
+    if ask.task == "counting":
+        fewer = first.count == 4 or (first.count == 3 and rng.random() < 0.5)
+        first = dataclasses.replace(first, count=first.count + (-1 if fewer else 1))
+    elif ask.task == "position":
+        first, rest = rest[0], [first]
+    elif ask.task == "colour attribution" and rng.random() < 0.5:
+        second = rest[0]
+        first, rest = (
+            dataclasses.replace(first, colour=second.colour),
+            [dataclasses.replace(second, colour=first.colour)],
+        )
+    elif first.colour is not None:
+        first = dataclasses.replace(first, colour=other(asks.colours, {t.colour for t in ask.things}))
+    else:
+        first = dataclasses.replace(first, name=other([*asks.objects, *asks.shapes], {*names}))
+    return dataclasses.replace(ask, things=(first, *rest))
+
+
+def scene_of(ask: Ask, drawer: Scenes, rng: np.random.Generator) -> Scene:
+    """A picture of it, in any style, on the white background that prompts without one mean."""
+    shapes = [s["name"] for s in drawer.shapes]
+
+    def item(thing: Thing) -> Item:
+        if thing.name not in shapes:
+            return Item([o["name"] for o in drawer.objects].index(thing.name), thing.count)
+        index = shapes.index(thing.name)
+        colour = drawer.usual[index] if thing.colour is None else drawer.colours.index(thing.colour)
+        return Item(index, thing.count, colour)
+
+    items = tuple(map(item, ask.things))
+    counts = [i.count for i in items]
+    relation = ask.relation or ("left of" if len(items) > 1 else None)
+    white = (drawer.white, drawer.white)
+    places = drawer.places(rng, relation, counts)
+    return Scene(ask.task, items, int(rng.integers(3)), "plain", white, places, "a circle")
+
+
+def visible(scene: Scene, drawer: Scenes) -> bool:
+    return all(item.colour != drawer.white for item in scene.items)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--recogniser", type=Path, default=FOLDER)
+    parser.add_argument("--per-task", type=int, default=200, help="right pictures of a task, and as many wrong ones")
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    config, where, vocabulary = read_config(options.config, options.smoke), device(), read_vocabulary()
+    painter = make_painter(options.sprites, config, where, options.smoke)
+    recogniser = load_recogniser(where, options.recogniser)
+    pipe = Pipeline.from_pretrained(device=where, progress_bar=False)
+    tokenizer, schedule = pipe.tokenizer, pipe.schedule(pixel_budget="0.06M" if options.smoke else None)
+    drawer, lexicon, rng = Scenes(vocabulary, jitter=2.0), Lexicon(words_of(vocabulary)), np.random.default_rng(77)
+    asks, result = Asks(vocabulary, seed=1), {}
+    for task in TASKS:
+        pairs = []  # a scene, and whether it is as asked
+        for ask in asks.make(task, 2 if options.smoke else options.per_task):
+            for shown, right in ((ask, True), (spoilt(ask, asks, rng), False)):
+                scene = scene_of(shown, drawer, rng)
+                if visible(scene, drawer):
+                    pairs.append((ask, scene, right))
+        verdicts = []
+        for i in range(0, len(pairs), 32):
+            part = pairs[i : i + 32]
+            painted = painter.paint(batch_of([scene for _, scene, _ in part], vocabulary, lexicon))
+            coded = tokenizer.decode(tokenizer.encode(painted, schedule).maps[-1]).clamp(-1, 1)
+            found = recogniser.detect(coded)
+            verdicts += [(ask.passes(f), right) for (ask, _, right), f in zip(part, found, strict=True)]
+        result[task] = share(verdicts)
+        print(f"{task:<20} {json.dumps(result[task])}", flush=True)
+    about: dict[str, Any] = {**read_about(options.recogniser), "accuracy": result}
+    if not options.smoke:
+        (options.recogniser / "config.json").write_text(json.dumps(about) + "\n")
+
+
+def share(verdicts: list[tuple[bool, bool]]) -> dict[str, Any]:
+    """Of right and of wrong pictures alike."""
+    right = [passed for passed, true in verdicts if true]
+    wrong = [not passed for passed, true in verdicts if not true]
+    agreed = sum(right) + sum(wrong)
+    return {
+        "accuracy": agreed / len(verdicts),
+        "pictures": len(verdicts),
+        "right passed": sum(right) / len(right),
+        "wrong failed": sum(wrong) / len(wrong),
+    }
+
+
+if __name__ == "__main__":
+    main()
