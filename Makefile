@@ -8,11 +8,11 @@ BIN    := $(VENV)/bin
 # The stamp is newer than what it was made from, or the environment is made again.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,calibrate,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,calibrate,plot,eval,tune]'
 	touch $@
 
 demo: $(VENV)/.ready
-	$(BIN)/nextscale compare "two foxes above a blue heart" --seed 7 --method nova --preset clipart --out demo.png
+	$(BIN)/nextscale compare "two foxes above a blue heart" --seed 7 --method nova --preset balanced --out demo.png
 
 test: lint
 	$(BIN)/python -m pytest

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from nextscale import Pipeline
+from nextscale.evaluate.recogniser import Detection, load_recogniser
+from nextscale.evaluate.scenes import TASKS, Ask, read_asks
 from nextscale.models.infinity import TextCondition
 from nextscale.testing import randomise
 from nextscale.text.words import Lexicon, WordEncoder
@@ -19,7 +21,8 @@ from nextscale.text.words import Lexicon, WordEncoder
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # `training` is not part of the package
 
-from training import common, scenes  # noqa: E402
+from training import common, grader, scenes  # noqa: E402
+from training.asks import PER_TASK, Asks  # noqa: E402
 from training.painter import Painter, stand_ins  # noqa: E402
 from training.prompts import FIXED  # noqa: E402
 from training.train_transformer import Trainer  # noqa: E402
@@ -164,3 +167,43 @@ def test_every_stage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert again < start  # what the exported weights know is not lost
     with pytest.raises(SystemExit):
         run("train_transformer", "--run", tmp_path / "third", "--stage", "objects")
+
+
+def test_the_frozen_questions_are_these(vocabulary: dict) -> None:
+    asks = Asks(vocabulary)
+    assert [a for task in TASKS for a in asks.make(task, PER_TASK)] == read_asks()
+
+
+def test_near_misses_are_wrong(vocabulary: dict) -> None:
+    """A perfect look at the spoilt scene fails the question, and one at the right scene passes."""
+    asks, rng, drawer = Asks(vocabulary, seed=1), np.random.default_rng(0), scenes.Scenes(vocabulary)
+
+    def look(ask: Ask) -> list[Detection]:
+        scene = grader.scene_of(ask, drawer, rng)
+        shapes = vocabulary["shapes"]
+        return [
+            Detection(vocabulary["objects"][item.index]["name"], "red", x, y, 1.0, 1.0)
+            if item.colour is None
+            else Detection(shapes[item.index]["name"], drawer.colours[item.colour], x, y, 1.0, 1.0)
+            for item, (x, y, _) in scene.copies
+        ]
+
+    for task in TASKS:
+        for ask in asks.make(task, 30):
+            assert ask.passes(look(ask)), ask
+            assert not ask.passes(look(grader.spoilt(ask, asks, rng))), ask
+
+
+def test_the_grading_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(module: str, *args: object) -> None:
+        monkeypatch.setattr(sys, "argv", [module, "--smoke", *map(str, args)])
+        importlib.import_module(f"training.{module}").main()
+
+    run("recogniser", "--run", tmp_path, "--sprites", tmp_path / "none", "--seconds", 1.5)
+    made = tmp_path / "recogniser"
+    run("grader", "--recogniser", made, "--sprites", tmp_path / "none")
+    run("evaluate", "--run", tmp_path)
+    run("entropy", "--run", tmp_path)
+    assert load_recogniser(folder=made).detect(torch.ones(1, 3, 128, 128)) is not None
+    assert set(json.loads((tmp_path / "evaluation.json").read_text())["tasks"]) == set(TASKS)
+    assert len(json.loads((tmp_path / "entropy.json").read_text())["scales"]) == 10

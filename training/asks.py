@@ -5,6 +5,7 @@ python -m training.asks          # writes the frozen list that the package ships
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +39,13 @@ class Asks:
     def make(self, task: str, count: int) -> list[Ask]:
         # Every task has its own numbers, so that a longer one leaves the others as they are.
         rng = np.random.default_rng((self.seed, (*TASKS, *PAIRS).index(task)))
-        return [self.ask(task, *drawn) for _, drawn in zip(range(count), self.draw(task, rng), strict=False)]
+        asks: dict[str, Ask] = {}  # every prompt once, while there are others
+        for drawn in itertools.islice(self.draw(task, rng), 10 * count):
+            ask = self.ask(task, *drawn)
+            asks.setdefault(ask.prompt, ask)
+            if len(asks) == count:
+                break
+        return list(asks.values())
 
     def draw(self, task: str, rng: np.random.Generator) -> Iterator[tuple[tuple[Thing, ...], str | None]]:
         for i in range(10**9):

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from nextscale.errors import NextscaleError
+from nextscale.analyze.computed import computed
+from nextscale.analyze.style import literal, quoted, require_matplotlib
 from nextscale.evaluate.psnr import psnr
 from nextscale.images import from_pil
 from nextscale.pipeline import Output
-from nextscale.trace import Trace
 from nextscale.writing import whole_file
-
-
-def require_matplotlib() -> Any:
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise NextscaleError("drawing needs matplotlib: pip install 'nextscale[plot]'") from None
-    pyplot.switch_backend("agg")
-    return pyplot
-
-
-def computed(trace: Trace, image: int, scale: int) -> np.ndarray:
-    """The share of layers that computed each cell of a scale (1 = the first), [h, w]."""
-    layers = range(1, trace.costs.depth + 1)
-    return np.mean([trace.kept(image, scale, layer) for layer in layers], axis=0)
 
 
 def draw_comparison(plain: Output, fast: Output, prompt: str, path: Path) -> str:
@@ -41,7 +23,9 @@ def draw_comparison(plain: Output, fast: Output, prompt: str, path: Path) -> str
     figure = pyplot.figure(figsize=(11, 7.6), facecolor="white")
     images = figure.add_gridspec(1, 2, left=0.02, right=0.98, top=0.88, bottom=0.22, wspace=0.02)
     maps = figure.add_gridspec(1, scales, left=0.02, right=0.98, top=0.16, bottom=0.05, wspace=0.08)
-    titles = (f"plain: {seconds[0]:.1f} s", f"{name}: {seconds[1]:.1f} s ({seconds[0] / seconds[1]:.1f}x faster)")
+    ratio = seconds[0] / seconds[1]
+    faster = f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
+    titles = (f"plain: {seconds[0]:.1f} s", f"{name}: {seconds[1]:.1f} s ({faster})")
     for run, title, place in zip((plain, fast), titles, images, strict=True):
         axes = figure.add_subplot(place)
         axes.imshow(run.images[0])
@@ -54,7 +38,7 @@ def draw_comparison(plain: Output, fast: Output, prompt: str, path: Path) -> str
         axes.set_title(f"{scale}\n{100 * shown.mean():.0f} %", fontsize=8)
         axes.set_xticks([])
         axes.set_yticks([])
-    figure.suptitle(f"“{prompt}”, seed {fast.seeds[0]}", fontsize=14, y=0.98)
+    figure.suptitle(literal(f"{quoted(prompt)}, seed {fast.seeds[0]}"), fontsize=14, y=0.98)
     figure.text(
         0.5,
         0.015,
@@ -67,6 +51,6 @@ def draw_comparison(plain: Output, fast: Output, prompt: str, path: Path) -> str
         figure.savefig(file, dpi=110, format=path.suffix.lstrip(".").lower() or "png")
     pyplot.close(figure)
     return (
-        f"plain {seconds[0]:.2f} s, {name} {seconds[1]:.2f} s: {seconds[0] / seconds[1]:.2f}x faster, "
+        f"plain {seconds[0]:.2f} s, {name} {seconds[1]:.2f} s: {ratio:.2f}x faster, "
         f"{100 * share:.1f} % of the tokens, PSNR against the plain picture {quality:.1f} dB"
     )

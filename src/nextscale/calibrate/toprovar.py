@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from nextscale.methods.toprovar import ToProVAR, ToProVARPolicy
 from nextscale.pipeline import Pipeline
 from nextscale.progress import bar
 
+logger = logging.getLogger(__name__)
 STEPS = 8  # halvings of the interval in which a_max is sought
 
 
@@ -38,6 +40,13 @@ def calibrate_toprovar(
             share = _share(pipe, calls, dataclasses.replace(method, a_max=middle), options, advance)
             low, high = (middle, high) if share > target else (low, middle)
     method = dataclasses.replace(method, a_max=high)
+    if high == 1.0:
+        logger.warning(
+            "toprovar on %s computes %.0f %% of the tokens even with a_max = 1, not %.0f %%",
+            pipe.spec.name,
+            100 * share,
+            100 * target,
+        )
     return {
         "schema": SCHEMA,
         "name": ToProVAR.name,

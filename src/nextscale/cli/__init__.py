@@ -8,13 +8,16 @@ import sys
 import torch
 import typer
 
+from nextscale.cli.analyze import analyze
 from nextscale.cli.calibrate import app as calibrate
 from nextscale.cli.compare import compare
 from nextscale.cli.convert import convert
+from nextscale.cli.evaluate import app as evaluate
 from nextscale.cli.export import export
 from nextscale.cli.generate import generate
 from nextscale.cli.info import env, methods, models
 from nextscale.cli.score import score
+from nextscale.cli.tune import tune
 from nextscale.cli.verify import verify
 from nextscale.cli.words import words
 from nextscale.errors import NextscaleError
@@ -26,7 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(calibrate, name="calibrate")
-for command in (generate, compare, words, models, methods, env, verify, convert, export, score):
+app.add_typer(evaluate, name="eval")
+for command in (generate, compare, analyze, words, models, methods, env, verify, convert, export, score, tune):
     app.command()(command)
 
 

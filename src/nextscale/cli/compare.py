@@ -1,36 +1,73 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nextscale.cli.generate import read_prompt
-from nextscale.cli.options import Model, Revision, Vae, Weights, default_device, default_dtype, method_of, source_of
+from nextscale.cli.options import (
+    Model,
+    Revision,
+    Vae,
+    Weights,
+    console,
+    default_device,
+    default_dtype,
+    method_of,
+    source_of,
+)
+from nextscale.errors import NextscaleError
+from nextscale.methods.base import Method
+from nextscale.methods.naming import PLAIN, parse_methods
+
+if TYPE_CHECKING:
+    from nextscale.analyze.runs import Made
 
 
 def compare(
     prompt: Annotated[str, typer.Argument(help="What the picture shows, or a class number for VAR.")],
     model: Model = None,
     weights: Weights = None,
-    method: Annotated[str, typer.Option(help="See `nextscale methods`; several as a+b.")] = "nova",
-    preset: Annotated[str | None, typer.Option(help="Stored settings of the method: a name or a file.")] = None,
-    set_: Annotated[list[str], typer.Option("--set", help="field=value of the method, repeatable.")] = [],  # noqa: B006
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Several methods against the plain run, as none,nova:paper,truncate:2: behind a colon a preset's "
+            "name or file, a number for the first field, or field=value;field=value. '+' composes.",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="One method against the plain run; several at once as a+b. Default: nova.")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Stored settings of --method: a name or a file.")] = None,
+    set_: Annotated[list[str], typer.Option("--set", help="field=value of --method, repeatable.")] = [],  # noqa: B006
     seed: int = 0,
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("compare.png"),
+    json_: Annotated[Path | None, typer.Option("--json", help="Write the table as JSON.", show_default=False)] = None,
+    aspect_ratio: Annotated[float | None, typer.Option(help="height / width", show_default=False)] = None,
+    pixel_budget: Annotated[str | None, typer.Option(help="0.06M, 0.25M, 0.60M or 1M", show_default=False)] = None,
     vae: Vae = None,
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
     device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
     revision: Revision = None,
 ) -> None:
-    """Make a picture without and with a method, and draw both with the maps of what was computed."""
-    from nextscale.analyze.comparison import draw_comparison, require_matplotlib
+    """Make a picture without and with methods; draw the pictures, their differences and where each computed."""
+    from nextscale.analyze.comparison import draw_comparison
+    from nextscale.analyze.runs import make_all, warnings_once
+    from nextscale.analyze.sheet import draw_sheet
+    from nextscale.analyze.style import require_matplotlib
     from nextscale.images import image_paths
     from nextscale.pipeline import Pipeline
+    from nextscale.writing import require_writable, whole_file
 
     (path,) = image_paths(out, 1)
+    if json_ is not None:
+        require_writable(json_)
     require_matplotlib()
-    reduction = method_of(method, preset, set_)
+    asked = _methods(methods, method, preset, set_)
     device = device or default_device()
     pipe = Pipeline.from_pretrained(
         source_of(model, weights),
@@ -41,10 +78,57 @@ def compare(
         revision=revision,
     )
     subject = read_prompt(prompt) if pipe.backbone.prompts == "label" else prompt
-    pipe(subject, seed=seed, method=reduction)  # warm-up, not counted
-    fast = pipe(subject, seed=seed, method=reduction)
-    plain = pipe(subject, seed=seed)
-    comparison = draw_comparison(plain, fast, str(prompt), path)
-    typer.echo(fast.trace.summary())
-    typer.echo(comparison)
+    with warnings_once():
+        made = make_all(pipe, subject, asked, seed, aspect_ratio=aspect_ratio, pixel_budget=pixel_budget)
+    if methods is None:
+        plain, fast = (m.output for m in made)
+        comparison = draw_comparison(plain, fast, prompt, path)
+        typer.echo(fast.trace.summary())
+        typer.echo(comparison)
+    else:
+        draw_sheet(made, subject, path)
+        _print_table(made)
+    if json_ is not None:
+        header = {k: v for k, v in made[0].output.trace.header.items() if k != "method"}
+        told = {**header, "prompt": subject, "seed": seed, "methods": [m.row() for m in made]}
+        with whole_file(json_) as file:
+            file.write((json.dumps(told, indent=1, ensure_ascii=False) + "\n").encode())
+        typer.echo(f"wrote {json_}")
     typer.echo(f"wrote {path}")
+
+
+def _methods(several: str | None, one: str | None, preset: str | None, settings: list[str]) -> dict[str, Method | None]:
+    if several is None:
+        return {"method": method_of(one or "nova", preset, settings)}
+    if one or preset or settings:
+        raise NextscaleError("give either --methods, or --method with --preset and --set")
+    found = parse_methods(several)
+    if set(found) == {PLAIN}:
+        raise NextscaleError(f"--methods {several} names no method to compare with the plain run")
+    return found
+
+
+def _print_table(made: Sequence[Made]) -> None:
+    from rich.table import Table
+
+    from nextscale.analyze.runs import why_no_perceptual
+
+    table = Table("method", box=None, pad_edge=False)
+    for name in ("seconds", "ratio", "tokens", "of plain", "PSNR", "SSIM", "perceptual"):
+        table.add_column(name, justify="right")
+    for m in made:
+        alike = (
+            ("–", "–", "–")
+            if m.name == PLAIN
+            else ("same" if m.same else f"{m.psnr:.1f}", f"{m.ssim:.3f}", _number(m.perceptual))
+        )
+        table.add_row(m.name, f"{m.seconds:.2f}", f"{m.ratio:.2f}", f"{m.tokens:,}", f"{100 * m.share:.1f} %", *alike)
+    console().print(table)
+    typer.echo("timed once each, in this order, after a run that was not counted; ratio: plain seconds over seconds;")
+    typer.echo("tokens: computed, over layers and guidance rows; PSNR (dB), SSIM and perceptual: against plain")
+    if missing := why_no_perceptual():
+        typer.echo(f"perceptual is not shown: {missing}")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

@@ -81,6 +81,7 @@ class Recogniser(nn.Module):
         self.heat = nn.Conv2d(features, 1, 3, padding=1)
         self.what = nn.Sequential(nn.Linear(features, 2 * features), nn.SiLU(), nn.Linear(2 * features, len(classes)))
         self.colour = nn.Linear(features, len(colours))
+        assert self.heat.bias is not None
         nn.init.constant_(self.heat.bias, -4.0)  # nearly all cells are empty
 
     def maps(self, pictures: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError, choices
 from nextscale.methods.selection import Selection, scatter
+from nextscale.methods.stored import stored, stored_names
 from nextscale.sampling import Sampling
 from nextscale.schedule import Scale, Schedule
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="Method")
 Group = tuple[str, ...]  # parts of a block whose tokens are selected together
 SCHEMA = 1  # of stored methods and presets
-PRESETS = Path(__file__).parent / "presets"
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,9 @@ class Method(ABC):
     @classmethod
     def preset(cls: type[M], name: str) -> M:
         """A stored configuration, by name or as a file."""
-        path = PRESETS / f"{cls.name}-{name}.json"
-        if not path.exists():
-            path = Path(name)
+        path = stored(cls.name, name)
         if not path.is_file():
-            have = [p.stem.removeprefix(f"{cls.name}-") for p in sorted(PRESETS.glob(f"{cls.name}-*.json"))]
+            have = stored_names(cls.name)
             raise NextscaleError(f"{cls.name} has no preset {name!r}; allowed: {choices(have) or 'none'}, or a file")
         content = read_stored(path)
         if content["name"] != cls.name:

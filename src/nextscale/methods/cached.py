@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nextscale.methods.base import Context, Group, Policy, Stats
@@ -14,13 +15,22 @@ class CachedPolicy(Policy):
     """A policy whose dropped tokens are restored from a cache; subclasses write `select`.
 
     A dropped token's output is its input plus the increment that the layer gave at this place one scale before
-    ("residual"), or the layer's output there ("feature"), or its input alone ("zero").
+    ("residual"), or the layer's output there ("feature"), or its input alone ("zero"). At the end of a scale, cells
+    that some layer left out are sampled like all others, or add "nothing" to the map.
     """
 
-    def __init__(self, context: Context, kind: str = "residual", restore_mode: str = "nearest", after: int = 0) -> None:
+    def __init__(
+        self,
+        context: Context,
+        kind: str = "residual",
+        restore_mode: str = "nearest",
+        after: int = 0,
+        uncomputed: str = "sample",
+    ) -> None:
         super().__init__(context)
-        self.kind, self.restore_mode = kind, restore_mode
+        self.kind, self.restore_mode, self.uncomputed = kind, restore_mode, uncomputed
         self.after = after  # scales that are never followed by a reduced one need not be recorded
+        self.computed: Tensor | None = None  # cells of this scale that every layer computed, if the others add nothing
         self.caches: dict[tuple[int, Group], TokenCache] = {}
 
     def expected_tokens(self) -> int:
@@ -53,6 +63,18 @@ class CachedPolicy(Policy):
         if self.records(stats.scale):
             self.caches.setdefault((layer, group), TokenCache()).store(stats.rows, stats.scale.grid, new)
         return filled
+
+    def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
+        """A restored state predicts what was right one scale before. Where bits correct each other from scale to
+        scale, as they do in flat areas, that is wrong, and adding "nothing" does less harm than a sample."""
+        self.computed = None
+        taken = [next(iter(chosen.values())) for chosen in stats.chosen]
+        reduced = [chosen for chosen in taken if chosen is not None]
+        if self.uncomputed == "sample" or not reduced:
+            return x, None
+        masks = torch.stack([chosen.mask(stats.scale.tokens) for chosen in reduced])
+        self.computed = masks.all(0)[: stats.rows.images]
+        return x, self.computed.float()
 
     def release(self) -> None:
         super().release()

@@ -84,14 +84,13 @@ class NOVA(Method):
 
 class NOVAPolicy(CachedPolicy):
     def __init__(self, context: Context, method: NOVA) -> None:
-        super().__init__(context, method.cache, method.restore_mode, after=method.t_est)
+        super().__init__(context, method.cache, method.restore_mode, method.t_est, method.uncomputed)
         self.moved = [TokenCache() for _ in range(context.depth)]  # how much each layer changed a cell, for that metric
         self.method = method
         self.table = read_table(method.scale_table)
         self.growth = [Growth(method.t_est, method.alpha) for _ in range(context.images)]
         self.attention = [TokenCache() for _ in range(context.depth)]  # attention entropy, for that metric
         self.final = TokenCache()  # entropy of the final prediction, for the probe "previous"
-        self.computed: Tensor | None = None  # cells of this scale that every layer computed, if the others add nothing
         self.means = [TokenCache() for _ in range(context.depth)]  # layer entropies, for the probe "previous"
         self.codes: dict[int, Tensor] = {}  # per image, for the probe "lens_topk"
         self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []  # entropies the host has not read yet
@@ -193,8 +192,8 @@ class NOVAPolicy(CachedPolicy):
         """What the kept tokens have most of, [B, N]."""
         metric, images, grid = self.method.metric, Rows(stats.rows.which, ()), stats.scale.grid
         if metric == "random":
-            seed = 1000 * stats.scale.index + layer
-            noise = torch.rand(stats.scale.tokens, generator=torch.Generator().manual_seed(seed))
+            # The same tokens in all layers: else hardly a cell would pass through all of them.
+            noise = torch.rand(stats.scale.tokens, generator=torch.Generator().manual_seed(stats.scale.index))
             return noise.to(entropy.device).expand_as(entropy)
         if metric == "attention":  # attention that is spread over everything looks at nothing
             cached = self.attention[layer].read(images, grid, self.method.restore_mode)
@@ -211,18 +210,6 @@ class NOVAPolicy(CachedPolicy):
             change = (filled[:images] - x[:images]).square().mean(-1, keepdim=True)
             self.moved[layer].store(Rows(stats.rows.which, ()), stats.scale.grid, change)
         return filled
-
-    def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
-        """A restored state predicts what was right one scale before. Where bits correct each other from scale to
-        scale, as they do in flat areas, that is wrong, and adding nothing does less harm."""
-        self.computed = None
-        taken = [next(iter(chosen.values())) for chosen in stats.chosen]
-        reduced = [chosen for chosen in taken if chosen is not None]
-        if self.method.uncomputed == "sample" or not reduced:
-            return x, None
-        masks = torch.stack([chosen.mask(stats.scale.tokens) for chosen in reduced])
-        self.computed = masks.all(0)[: stats.rows.images]
-        return x, self.computed.float()
 
     def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         m, rows, scale = self.method, stats.rows, stats.scale

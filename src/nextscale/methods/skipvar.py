@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.errors import NextscaleError
+from nextscale.errors import NextscaleError, choices
 from nextscale.methods.base import Activation, Context, Method, Policy, ScalePlan, Stats
+from nextscale.methods.stored import stored, stored_names
 from nextscale.schedule import Scale
 
 
@@ -50,7 +51,7 @@ class SkipVAR(Method):
     summary = "Decides from two previews how many last scales to leave out, or to run without guidance."
     paper = "SkipVAR"
 
-    decision: str = ""  # file of a fitted decision
+    decision: str = ""  # a fitted one: its name in the package, or a file of `nextscale calibrate skipvar`
     at: float = 10 / 13  # share of the schedule after which it is made
     preview: float = 5 / 13  # the scale whose size the previews have
 
@@ -60,8 +61,10 @@ class SkipVAR(Method):
 
     def start(self, context: Context) -> Policy:
         if not self.decision:
-            raise NextscaleError("skipvar needs a fitted decision: give its JSON file as decision=")
-        return SkipVARPolicy(context, self, *read_decision(Path(self.decision)))
+            raise NextscaleError(
+                f"skipvar needs a fitted decision: give decision={choices(stored_names('decision'))} or a JSON file"
+            )
+        return SkipVARPolicy(context, self, *read_decision(stored("decision", self.decision)))
 
 
 def read_decision(path: Path) -> tuple[Stage, Stage | None]:

@@ -36,6 +36,7 @@ class ToProVAR(Method):
     layer_stage: bool = True  # False: all layers alike
     token_stage: bool = True  # False: tokens of a layer leave in a fixed random order
     restore_mode: str = "nearest"
+    uncomputed: str = "sample"  # cells that some layer left out are sampled like all others, or add "nothing"
 
     def __post_init__(self) -> None:
         self.require("tau", 0, 1)
@@ -45,6 +46,7 @@ class ToProVAR(Method):
         self.require("representative", 0, 1, above=True)
         self.require_one_of("entropy_from", ("previous_scale", "previous_layer"))
         self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
+        self.require_one_of("uncomputed", ("sample", "nothing"))
         if self.a_min > self.a_max:
             raise NextscaleError(f"toprovar: a_min = {self.a_min} must not exceed a_max = {self.a_max}")
 
@@ -55,7 +57,7 @@ class ToProVAR(Method):
 class ToProVARPolicy(CachedPolicy):
     def __init__(self, context: Context, method: ToProVAR) -> None:
         self.landmark = max(round(method.representative * len(context.schedule)), 2) - 1  # index of that scale
-        super().__init__(context, "residual", method.restore_mode, after=self.landmark)
+        super().__init__(context, "residual", method.restore_mode, self.landmark, method.uncomputed)
         self.method = method
         self.maps = [TokenCache() for _ in range(context.depth)]  # attention entropy per layer, conditional rows
         self.dominance: dict[int, Tensor] = {}  # per image [depth]: first over second singular value of the map

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nextscale.cli.generate import read_prompt
+from nextscale.cli.options import Model, Revision, Vae, Weights, default_device, default_dtype, source_of
+from nextscale.errors import NextscaleError
+from nextscale.methods.naming import parse_methods
+
+
+def analyze(
+    prompt: Annotated[str, typer.Argument(help="What the picture shows, or a class number for VAR.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with a prompt per line, or category<TAB>prompt: the band of entropies and the activation "
+            "scales are over these.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder for pictures and data.")] = Path("analysis"),
+    figures: Annotated[
+        str | None,
+        typer.Option(
+            help="entropy, heatmaps, layers, spectra, activation, attention, kept, change, blocks; several as a,b. "
+            "Default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="For the kept maps, as in `nextscale compare`. Default: all that choose tokens."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="One HTML page with all figures.", show_default=False)] = None,
+    model: Model = None,
+    weights: Weights = None,
+    seed: int = 0,
+    aspect_ratio: Annotated[float | None, typer.Option(help="height / width", show_default=False)] = None,
+    pixel_budget: Annotated[str | None, typer.Option(help="0.06M, 0.25M, 0.60M or 1M", show_default=False)] = None,
+    vae: Vae = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
+    device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
+    revision: Revision = None,
+) -> None:
+    """Draw the papers' figures for a model: entropies, spectra, layers, what methods keep."""
+    from nextscale.analyze.band import read_prompts
+    from nextscale.analyze.data import store
+    from nextscale.analyze.figures import Figure, get_figures
+    from nextscale.analyze.report import write_report
+    from nextscale.analyze.runs import warnings_once
+    from nextscale.analyze.study import Study
+    from nextscale.analyze.style import require_matplotlib
+    from nextscale.pipeline import Pipeline
+    from nextscale.writing import require_writable
+
+    wanted = get_figures(figures)
+    asked = None if methods is None else parse_methods(methods)
+    if out.is_file():
+        raise NextscaleError(f"{out} is a file, not a folder")
+    require_writable(out / "figure.png")
+    if report is not None:
+        require_writable(report)
+    require_matplotlib()
+    device = device or default_device()
+    pipe = Pipeline.from_pretrained(
+        source_of(model, weights),
+        model=model,
+        vae=vae,
+        dtype=dtype or default_dtype(device),
+        device=device,
+        revision=revision,
+    )
+    labels = pipe.backbone.prompts == "label"
+    size: dict[str, Any] = {"aspect_ratio": aspect_ratio, "pixel_budget": pixel_budget}
+    subject = read_prompt(prompt) if labels else prompt
+    study = Study(pipe, subject, seed, [] if prompts is None else read_prompts(prompts, labels), asked, size)
+    drawn: dict[Path, tuple[Figure, Path]] = {}
+    with warnings_once():
+        study.check(any(f.runs_methods for f in wanted), any(f.needs_nova for f in wanted))
+        for figure in wanted:
+            data = figure.measure(study)
+            stored, path = store(data, out, figure.name), out / f"{figure.name}.png"
+            figure.draw(data, path)
+            drawn[path] = (figure, stored)
+            typer.echo(f"wrote {path} and {stored.name}")
+    if report is not None:
+        grids = pipe.schedule(**size).grids
+        facts = {
+            "seed": seed,
+            "prompts of the band": "only this one" if prompts is None else f"{len(study.asked)} of {prompts.name}",
+            "schedule": ", ".join(f"{h}×{w}" for h, w in grids),
+            "methods": ", ".join(study.methods or ()),
+        }
+        write_report(report, pipe.spec.name, subject, facts, drawn)
+        typer.echo(f"wrote {report}")

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nextscale.cli.options import Model, Weights, console, default_device, default_dtype, source_of
+from nextscale.errors import NextscaleError
+
+app = typer.Typer(help="Measure methods: quality and cost in one table.", no_args_is_help=True)
+Out = Annotated[Path, typer.Option(help="The folder of results; a run that was stopped goes on in it.")]
+Quick = Annotated[bool, typer.Option("--quick", help="4 prompts of each task, one seed: minutes on a CPU.")]
+Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of each task. Default: all 60.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")]
+Batch = Annotated[int, typer.Option(min=1, help="Pictures at a time; seconds are per picture of such a batch.")]
+Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")]
+Budget = Annotated[str | None, typer.Option(help="0.06M, 0.25M, 0.60M or 1M", show_default=False)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No bars.")]
+QUICK = 4  # prompts of each task
+
+
+@app.command()
+def scenes(
+    methods: Annotated[str, typer.Option(help="Separated by commas, e.g. none,nova:balanced,truncate:2.")] = (
+        "none,nova:balanced"
+    ),
+    out: Out = Path("scenes"),
+    quick: Quick = False,
+    prompts: Prompts = None,
+    seeds: Seeds = 2,
+    batch: Batch = 1,
+    reference: Annotated[
+        bool, typer.Option(help="Also as many plain pictures of other seeds, for Fréchet and kernel distance.")
+    ] = False,
+    model: Model = None,
+    weights: Weights = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    pixel_budget: Budget = None,
+    quiet: Quiet = False,
+) -> None:
+    """The six GenEval tasks, graded by the recogniser that comes with the package."""
+    from nextscale.evaluate import session
+    from nextscale.evaluate.report import Report
+    from nextscale.methods.naming import parse_methods
+
+    asked = parse_methods(methods)
+    bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget)
+    report = Report(bench.items, bench.run(asked, reference, False if quiet else None))
+    rows = report.rows()
+    session.save(bench, asked, report, rows)
+    _print(rows, bench, "seconds", {})
+    typer.echo(f"wrote {out}")
+
+
+@app.command()
+def sweep(
+    name: Annotated[str, typer.Argument(help="A named sweep (see the help of an unknown one) or a .json file.")],
+    out: Out = Path("sweep"),
+    cost: Annotated[str, typer.Option(help="The axis of cost: seconds, flops or tokens.")] = "seconds",
+    against: Annotated[str, typer.Option(help="Curves to compare with at equal cost.")] = "truncate,fastvar",
+    quick: Quick = False,
+    prompts: Prompts = None,
+    seeds: Seeds = 1,
+    batch: Batch = 1,
+    reference: Annotated[
+        bool, typer.Option(help="Also as many plain pictures of other seeds, for Fréchet and kernel distance.")
+    ] = False,
+    model: Model = None,
+    weights: Weights = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    pixel_budget: Budget = None,
+    quiet: Quiet = False,
+) -> None:
+    """Quality against cost of many settings: table, curve, Pareto set, gain over truncation at equal cost."""
+    from nextscale.analyze.comparison import require_matplotlib
+    from nextscale.evaluate import session
+    from nextscale.evaluate.curve import best, draw_curves
+    from nextscale.evaluate.report import COSTS, Report
+    from nextscale.evaluate.sweep import read_sweep
+
+    if cost not in COSTS:
+        raise NextscaleError(f"unknown cost {cost!r}; allowed: {', '.join(COSTS)}")
+    require_matplotlib()
+    plan = read_sweep(name)
+    asked = plan.methods
+    bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget)
+    report = Report(bench.items, bench.run(asked, reference, False if quiet else None), cost)
+    # A curve begins where nothing is left out.
+    others = {c: ("none", *plan.curves[c]) for c in against.split(",") if c in plan.curves}
+    rows = report.rows(others)
+    session.save(bench, asked, report, rows)
+    qualities = ("scenes", "psnr", "perceptual") if bench.perceive else ("scenes", "psnr", "ssim")
+    title = f"{bench.pipe.spec.name}, {len(bench.items)} pictures, {bench.pipe.device.type}"
+    draw_curves(rows, plan.curves, out / "curve.png", cost, qualities, title)
+    _print(rows, bench, cost, others)
+    typer.echo(f"Pareto set in PSNR: {', '.join(best(rows, cost, 'psnr'))}")
+    typer.echo(f"wrote {out}")
+
+
+def make_bench(
+    model: str | None,
+    weights: str | None,
+    device: str | None,
+    dtype: str | None,
+    out: Path,
+    quick: bool,
+    prompts: int | None,
+    seeds: int,
+    batch: int,
+    pixel_budget: str | None,
+) -> Any:
+    from nextscale.evaluate import session
+    from nextscale.evaluate.bench import Bench, make_items
+    from nextscale.evaluate.scenes import read_asks, some_of
+    from nextscale.pipeline import Pipeline
+    from nextscale.writing import require_writable
+
+    require_writable(out / session.SETTINGS)
+    asks = read_asks()
+    per_task = prompts or (QUICK if quick else None)
+    asks = asks if per_task is None else some_of(asks, per_task)
+    device = device or default_device()
+    pipe = Pipeline.from_pretrained(
+        source_of(model, weights), model=model, dtype=dtype or default_dtype(device), device=device, progress_bar=False
+    )
+    if pipe.backbone.prompts == "label":
+        raise NextscaleError(f"the scenes are asked for in words, but {pipe.spec.name} takes class labels")
+    size = {} if pixel_budget is None else {"pixel_budget": pixel_budget}
+    items = make_items(asks, 1 if quick else seeds)
+    bench = Bench(pipe, items, batch, out, session.has_features(), size)
+    session.open_folder(bench)
+    return bench
+
+
+def _print(rows: Any, bench: Any, cost: str, others: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from nextscale.evaluate import session
+
+    def show(value: Any, digits: int, scale: float = 1.0) -> str:
+        if value is None:
+            return "–"
+        return f"{value * scale:.{digits}f}" if isinstance(value, float) else f"{value:.{digits}f}"
+
+    kernel = any(row.values["kernel"] is not None for row in rows)
+    head = ["method", "scenes (95 %)", "seconds", "speed", "tokens", "FLOPs", "PSNR", "SSIM", "perceptual"]
+    table = Table(*head, *(["Fréchet", "kernel"] if kernel else []), *[f"PSNR vs {c}" for c in others], box=None)
+    for row in rows:
+        v = row.values
+        cells = [row.name, show(v["scenes"], 3), show(v["seconds"], 2), show(v.get("speed"), 2)]
+        cells += [show(v["tokens"], 1, 100) + " %", show(v["flops"], 1, 100) + " %"]
+        cells += [_mean(v[q], d) for q, d in (("psnr", 1), ("ssim", 4), ("perceptual", 3))]
+        cells += [show(v["frechet"], 2), show(v["kernel"], 4)] if kernel else []
+        cells += [show(row.against[c]["psnr"], 2) if c in row.against else "–" for c in others]
+        table.add_row(*cells)
+    console().print(table)
+    where = f"{bench.pipe.device.type}, batch {bench.batch}, {bench.pipe.dtype}".replace("torch.", "")
+    typer.echo(f"{len(bench.items)} pictures of {bench.pipe.spec.name} on {where}; speed = plain seconds / seconds")
+    if not bench.perceive:
+        typer.echo("no perceptual distance: pip install 'nextscale[eval]'")
+    if weak := session.unreliable_tasks():
+        typer.echo(f"the recogniser is not reliable in: {', '.join(weak)}")
+
+
+def _mean(estimate: Any, digits: int) -> str:
+    return "–" if estimate is None else f"{estimate.value:.{digits}f}"

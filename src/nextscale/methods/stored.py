@@ -1,0 +1,17 @@
+"""Data files that come with the package: presets of methods, tables of ratios, fitted decisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+def stored(kind: str, name: str) -> Path:
+    """The package's file of that name, or else `name` as a path."""
+    path = PRESETS / f"{kind}-{name}.json"
+    return path if path.exists() else Path(name)
+
+
+def stored_names(kind: str) -> list[str]:
+    return [path.stem.removeprefix(f"{kind}-") for path in sorted(PRESETS.glob(f"{kind}-*.json"))]

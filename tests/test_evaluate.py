@@ -1,0 +1,377 @@
+"""The scenes benchmark: grading, cells that survive a stop, tables, sweeps, tuning. Small pictures, real model."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nextscale import NOVA, Pipeline, Truncate
+from nextscale.cli import app
+from nextscale.errors import NextscaleError
+from nextscale.evaluate import session
+from nextscale.evaluate.bench import EQUAL, Bench, Cell, Item, make_items
+from nextscale.evaluate.recogniser import FOLDER, Detection, load_recogniser, read_about
+from nextscale.evaluate.report import Report, as_csv
+from nextscale.evaluate.scenes import TASKS, Ask, Thing, describe, read_asks, some_of
+from nextscale.evaluate.statistics import Estimate, Resampling, at_cost, pareto
+from nextscale.evaluate.sweep import read_sweep, sweep_names
+from nextscale.evaluate.tune import read_budget, read_space
+from nextscale.methods.naming import parse_methods
+
+SMALL = {"pixel_budget": "0.06M"}
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return Pipeline.from_pretrained(progress_bar=False)
+
+
+def seen(name: str, x: float = 0.5, y: float = 0.5, colour: str = "red") -> Detection:
+    return Detection(name, colour, x, y, 0.9, 0.9)
+
+
+# The questions
+
+
+def test_the_frozen_list_holds_all_tasks_and_only_known_words(pipe: Pipeline) -> None:
+    asks = read_asks()
+    assert [sum(a.task == t for a in asks) for t in TASKS] == [60] * 6
+    assert len({(a.task, a.prompt) for a in asks}) == len(asks)
+    lexicon = pipe.text_encoder.lexicon  # type: ignore[union-attr]
+    assert all(not lexicon.parse(a.prompt)[1] for a in asks)
+    classes = set(read_about()["classes"])
+    assert {t.name for a in asks for t in a.things} <= classes
+    assert some_of(asks, 2)[:3] == [asks[0], asks[1], asks[60]]
+
+
+def test_every_clause_of_a_question_counts() -> None:
+    two = Ask("two objects", "", (Thing("fox"), Thing("car")))
+    assert two.passes([seen("car"), seen("fox")])
+    assert not two.passes([seen("fox")])
+    assert not two.passes([seen("fox"), seen("car"), seen("car")])
+    three = Ask("counting", "", (Thing("fox", 3),))
+    assert three.passes([seen("fox")] * 3)
+    assert not three.passes([seen("fox")] * 4)
+    blue = Ask("colours", "", (Thing("heart", 1, "blue"),))
+    assert blue.passes([seen("heart", colour="blue")])
+    assert not blue.passes([seen("heart", colour="red")])
+
+
+@pytest.mark.parametrize(
+    ("relation", "x", "y"), [("left of", 0.2, 0.5), ("right of", 0.8, 0.5), ("above", 0.5, 0.2), ("below", 0.5, 0.8)]
+)
+def test_places(relation: str, x: float, y: float) -> None:
+    ask = Ask("position", "", (Thing("fox"), Thing("car")), relation)
+    assert ask.passes([seen("fox", x, y), seen("car")])
+    assert not ask.passes([seen("fox"), seen("car", x, y)])  # exchanged
+    assert not ask.passes([seen("fox", 0.5 + (x - 0.5) / 5, 0.5 + (y - 0.5) / 5), seen("car")])  # too near to tell
+    assert not ask.passes([seen("fox", y, x), seen("car")])  # along the other axis
+
+
+def test_describe() -> None:
+    ask = Ask("colours", "", (Thing("heart", 1, "blue"),))
+    assert describe([seen("heart"), seen("heart")], ask) == "2 red heart"
+    assert describe([], ask) == "nothing"
+
+
+# The recogniser
+
+
+def test_the_recogniser_is_small_and_was_measured() -> None:
+    assert sum(f.stat().st_size for f in FOLDER.iterdir()) <= 4_000_000
+    accuracy = read_about()["accuracy"]
+    assert set(accuracy) == set(TASKS)
+    assert all(found["accuracy"] >= 0.97 and found["pictures"] >= 100 for found in accuracy.values())
+    assert session.unreliable_tasks() == []
+
+
+def test_the_recogniser_sees_what_was_drawn(pipe: Pipeline) -> None:
+    """A picture of the real model; the last scales add nothing that matters here."""
+    picture = pipe("two foxes above a blue heart", seed=7, method=Truncate(4), output_type="pt").images * 2 - 1
+    recogniser = load_recogniser()
+    (found,), (nothing,) = recogniser.detect(picture), recogniser.detect(torch.ones(1, 3, 512, 512))
+    assert sorted(d.name for d in found) == ["fox", "fox", "heart"]
+    heart = next(d for d in found if d.name == "heart")
+    assert heart.colour == "blue"
+    assert all(d.y < heart.y for d in found if d.name == "fox")
+    assert nothing == []
+
+
+# Statistics
+
+
+def test_a_mean_with_its_interval() -> None:
+    rng = np.random.default_rng(3)
+    values = rng.normal(5, 2, 300)
+    draws = Resampling([str(i) for i in range(300)], ["a"] * 300)
+    found = draws.mean(values)
+    half = 1.96 * values.std() / math.sqrt(300)
+    assert found.value == pytest.approx(values.mean())
+    assert found.high - found.low == pytest.approx(2 * half, rel=0.1)
+
+
+def test_pictures_of_one_prompt_go_together() -> None:
+    """Ten equal pictures of each prompt tell no more than one: the interval must not shrink."""
+    rng = np.random.default_rng(3)
+    values = rng.normal(0, 1, 50)
+    once = Resampling([str(i) for i in range(50)], ["a"] * 50).mean(values)
+    many = Resampling([str(i) for i in range(50)] * 10, ["a"] * 500).mean(np.tile(values, 10))
+    assert many.high - many.low == pytest.approx(once.high - once.low, rel=0.15)
+
+
+def test_the_score_is_the_mean_over_tasks() -> None:
+    draws = Resampling(["a", "b", "c", "d"], ["one", "one", "one", "two"])
+    assert draws.score([1, 1, 1, 0]).value == pytest.approx(0.5)
+    assert draws.mean([1, 1, 1, 0]).value == pytest.approx(0.75)
+    assert draws.score([1, 1, 1, 0]) == Estimate(0.5, 0.5, 0.5)  # tasks are drawn within themselves
+
+
+def test_a_curve_at_another_cost() -> None:
+    curve = [(4.0, np.array([4.0, 0.0])), (1.0, np.array([0.0, 2.0]))]
+    found = at_cost(curve, 2.0)
+    assert found is not None
+    assert found.tolist() == pytest.approx([2.0, 1.0])
+    assert at_cost(curve, 0.9) is None
+    assert at_cost(curve, 4.1) is None
+    assert at_cost(curve, 1.0).tolist() == [0.0, 2.0]  # type: ignore[union-attr]
+
+
+def test_pareto() -> None:
+    assert pareto({"a": (1, 1), "b": (2, 3), "c": (3, 2), "d": (2, 2), "e": (4, 4)}) == ["a", "b", "e"]
+
+
+def report_of(costs: dict[str, float], qualities: dict[str, list[float]], cost: str = "seconds") -> Report:
+    asks = [Ask("a", f"p{i}", ()) for i in range(3)]
+    cells = {
+        name: Cell(
+            [
+                {"passed": q > 30, "psnr": q, "ssim": q / 100, "perceptual": 1 / q, cost: costs[name]}
+                | {k: 1.0 for k in ("seconds", "flops", "tokens") if k != cost}
+                for q in values
+            ],
+            None,
+        )
+        for name, values in qualities.items()
+    }
+    return Report([Item(a, 0) for a in asks], cells, cost)
+
+
+def test_gain_over_a_curve_at_equal_cost_is_paired() -> None:
+    report = report_of(
+        {"none": 4.0, "t1": 1.0, "mine": 2.0},
+        {"none": [60, 60, 60], "t1": [20, 30, 40], "mine": [41, 46, 51]},
+    )
+    gain = report.gains("mine", ["none", "t1"])["psnr"]
+    assert gain is not None
+    assert (gain.value, gain.low, gain.high) == pytest.approx((1.0, 1.0, 1.0))  # one more on every picture
+    distance = report.gains("mine", ["none", "t1"])["perceptual"]
+    assert distance is not None
+    assert distance.value > 0
+    assert report.gains("t1", ["none", "mine"])["psnr"] is None  # cheaper than the whole curve
+    row = report.row("mine", {"t": ["none", "t1"]})
+    assert row.values["speed"] == pytest.approx(2.0)
+    flat = row.flat()
+    assert flat["psnr vs t"] == pytest.approx(1.0)
+    assert flat["scenes"] == 1.0
+    table = list(csv.DictReader(as_csv(report.rows({"t": ["none", "t1"]})).splitlines()))
+    assert [r["method"] for r in table] == ["none", "t1", "mine"]
+    assert float(table[2]["psnr vs t low"]) == pytest.approx(1.0)
+
+
+# The bench
+
+
+def test_items_take_turns_and_share_no_seed() -> None:
+    items = make_items(read_asks(), 2)
+    assert [i.ask.task for i in items[:6]] == list(TASKS)
+    assert len({i.seed for i in items}) == len(items) == 720
+
+
+def test_cells_are_kept_and_repeat_to_the_digit(pipe: Pipeline, tmp_path: Path) -> None:
+    items = make_items(some_of(read_asks(), 1), 1)[:3]
+    methods = {"none": None, "t": Truncate(1), "n": NOVA(t_est=5, alpha=0)}
+    first = Bench(pipe, items, 2, tmp_path / "a", True, SMALL).run(methods, reference=True)
+    assert [r["psnr"] for r in first["none"].records] == [EQUAL] * 3
+    assert all(r["psnr"] < 40 and r["flops"] < 0.6 and r["seconds"] > 0 for r in first["t"].records)
+    assert first["t"].features is not None
+    assert first["t"].features.shape == (3, 1280)
+    # Other seeds, so other pictures.
+    assert not np.allclose(first["reference"].features, first["none"].features)  # type: ignore[arg-type]
+    made: list[str] = []
+
+    class Watched(Bench):
+        def _draw(self, items, method):  # type: ignore[no-untyped-def]
+            made.append("none" if method is None else method.name)
+            return super()._draw(items, method)
+
+    again = Watched(pipe, items, 2, tmp_path / "a", True, SMALL).run(methods, reference=True)
+    assert not made, "all cells were there"
+    assert [c.records for c in again.values()] == [c.records for c in first.values()]
+    kept = sorted((tmp_path / "a" / "cells").glob("0001-truncate*"))
+    for file in kept:
+        file.unlink()
+    third = Watched(pipe, items, 2, tmp_path / "a", True, SMALL).run(methods, reference=True)
+    assert made == ["none", "truncate"]  # the missing cell, and what it is compared with
+    without = [{k: v for k, v in r.items() if k != "seconds"} for r in third["t"].records]
+    assert without == [{k: v for k, v in r.items() if k != "seconds"} for r in first["t"].records]
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    runner = CliRunner()
+    common = ["--prompts", "1", "--pixel-budget", "0.06M", "--batch", "3", "--quiet"]
+    out = tmp_path / "scenes"
+    arguments = ["eval", "scenes", "--methods", "none,truncate:1", "--out", str(out), "--seeds", "1", *common]
+    result = runner.invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "truncate:1" in result.output
+    assert "6 pictures of clipart on cpu, batch 3, float32" in result.output
+    content = json.loads((out / "results.json").read_text())
+    assert content["settings"]["model"] == "clipart"
+    assert len(content["settings"]["weights_sha256"][0]) == 64
+    assert len(content["pictures"]["none"]) == 6
+    assert content["grader"]["counting"]["accuracy"] >= 0.97
+    assert (out / "table.csv").read_text().startswith("method,scenes,scenes low")
+    with pytest.raises(NextscaleError, match="other settings: batch is 3 there and 2 now"):
+        runner.invoke(app, [*arguments[:-2], "2", "--quiet"], catch_exceptions=False)
+    with pytest.raises(NextscaleError, match="unknown method 'nowa'"):
+        runner.invoke(app, ["eval", "scenes", "--methods", "nowa", "--out", str(out)], catch_exceptions=False)
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"curves": {"truncate": ["truncate:1", "truncate:3"], "mine": ["truncate:2"]}}))
+    out = tmp_path / "sweep"
+    result = runner.invoke(
+        app, ["eval", "sweep", str(plan), "--out", str(out), "--cost", "flops", *common], catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    assert "PSNR vs truncate" in result.output
+    rows = {r["method"]: r for r in csv.DictReader((out / "table.csv").read_text().splitlines())}
+    assert abs(float(rows["truncate:2"]["psnr vs truncate"])) < 10
+    assert (out / "curve.png").stat().st_size > 10_000
+
+
+def test_a_killed_evaluation_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["eval", "scenes", "--methods", "none,truncate:1", "--out", str(out), "--prompts", "1", "--seeds", "1"]
+    command += ["--pixel-budget", "0.06M", "--quiet"]
+    code = [sys.executable, "-c", "from nextscale.cli import main; main()", *command]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(code, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    cells = out / "cells"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(list(cells.glob("*.json"))) < 3:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    before = {p: p.stat().st_mtime_ns for p in cells.glob("*.json")}
+    assert 3 <= len(before) < 12, "killed in the middle"
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert all(p.stat().st_mtime_ns == t for p, t in before.items()), "nothing was made twice"
+    assert len(list(cells.glob("*.json"))) == 12
+
+
+# Sweeps and tuning
+
+
+def test_the_named_sweeps_can_all_be_read() -> None:
+    assert "methods" in sweep_names()
+    for name in sweep_names():
+        sweep = read_sweep(name)
+        assert "none" in sweep.methods
+        assert sweep.about
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"curves": {"a": ["truncate:1"]}, "curve": 1}, "unknown field 'curve'; allowed: schema, about, curves"),
+        ({"curves": {"a": "truncate:1"}}, "the curve 'a' must be a list of methods"),
+        ({"curves": {}}, "has no curve"),
+        ({"curves": {"a": ["nova:alpha=-1"]}}, "alpha must lie in"),
+        ([1], "it needs 'curves'"),
+    ],
+)
+def test_a_bad_sweep(content: object, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(NextscaleError, match=message):
+        read_sweep(str(path))
+
+
+def test_an_unknown_sweep() -> None:
+    with pytest.raises(NextscaleError, match="unknown sweep 'x'; allowed: methods"):
+        read_sweep("x")
+
+
+def test_foreign_folder(pipe: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    bench = Bench(pipe, make_items(read_asks(), 1)[:1], 1, tmp_path, False, SMALL)
+    with pytest.raises(NextscaleError, match="is not empty and holds no evaluation"):
+        session.open_folder(bench)
+
+
+@pytest.mark.parametrize("entry", ["scenes", "beauty=1", "scenes=much", "scenes=-1"])
+def test_a_bad_budget(entry: str) -> None:
+    with pytest.raises(NextscaleError, match="--max-drop"):
+        read_budget([entry])
+
+
+def test_search_spaces_fit_their_methods() -> None:
+    from nextscale.evaluate.tune import SPACES, suggest
+    from nextscale.methods import get_method
+
+    class Lowest:
+        def suggest_categorical(self, name: str, values: list[object]) -> object:
+            return values[0]
+
+        def suggest_int(self, name: str, low: int, high: int, step: int = 1) -> int:
+            return low
+
+        def suggest_float(self, name: str, low: float, high: float, log: bool = False) -> float:
+            return low
+
+    for name in json.loads(SPACES.read_text()):
+        assert suggest(Lowest(), get_method(name), read_space(name)).name == name
+    with pytest.raises(NextscaleError, match="has no search space of skipvar"):
+        read_space("skipvar")
+
+
+def test_tune_finds_the_cheapest_within_the_budget(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    preset = tmp_path / "preset.json"
+    arguments = ["tune", "truncate", "--preset", str(preset), "--out", str(tmp_path / "t"), "--prompts", "1"]
+    arguments += ["--pixel-budget", "0.06M", "--batch", "3", "--trials", "8", "--cost", "flops", "--quiet"]
+    result = CliRunner().invoke(app, [*arguments, "--max-drop", "ssim=0.15"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    content = json.loads(preset.read_text())
+    losses = {
+        k: 1 - np.mean([r["ssim"] for r in cell.records])
+        for k, cell in Bench(
+            Pipeline.from_pretrained(progress_bar=False),
+            make_items(some_of(read_asks(), 1), 1),
+            3,
+            tmp_path / "t",
+            session.has_features(),
+            SMALL,
+        )
+        .run(parse_methods("none,truncate:1,truncate:2,truncate:3,truncate:4,truncate:5,truncate:6"))
+        .items()
+    }
+    within = [int(k[-1]) for k, lost in losses.items() if k != "none" and lost <= 0.15]
+    assert content["fields"]["k"] == max(within)
+    assert content["measured_on"] == "clipart"
+    assert content["budget"] == {"ssim": 0.15}
+    assert Truncate.preset(str(preset)) == Truncate(max(within))
+    with pytest.raises(NextscaleError, match="none of 8 settings of truncate stayed within the budget"):
+        CliRunner().invoke(app, [*arguments, "--max-drop", "ssim=0.0"], catch_exceptions=False)
