@@ -170,24 +170,26 @@ def report_of(costs: dict[str, float], qualities: dict[str, list[float]], cost: 
 
 def test_gain_over_a_curve_at_equal_cost_is_paired() -> None:
     report = report_of(
-        {"none": 4.0, "t1": 1.0, "mine": 2.0},
-        {"none": [60, 60, 60], "t1": [20, 30, 40], "mine": [41, 46, 51]},
+        {"none": 8.0, "t0": 4.0, "t1": 1.0, "mine": 2.0},
+        {"none": [60, 60, 60], "t0": [50, 50, 50], "t1": [20, 30, 40], "mine": [36, 41, 46]},
     )
-    gain = report.gains("mine", ["none", "t1"])["psnr"]
+    curve = ["none", "t0", "t1"]
+    gain = report.gains("mine", curve)["psnr"]
     assert gain is not None
     assert (gain.value, gain.low, gain.high) == pytest.approx((1.0, 1.0, 1.0))  # one more on every picture
-    distance = report.gains("mine", ["none", "t1"])["perceptual"]
+    distance = report.gains("mine", curve)["perceptual"]
     assert distance is not None
     assert distance.value > 0
-    assert report.gains("t1", ["none", "mine"])["psnr"] is None  # cheaper than the whole curve
-    row = report.row("mine", {"t": ["none", "t1"]})
-    assert row.values["speed"] == pytest.approx(2.0)
+    assert report.gains("t1", ["none", "t0", "mine"])["psnr"] is None  # cheaper than the whole curve
+    assert report.gains("none", curve)["psnr"] is None  # "equal" is no point of a curve of PSNR
+    row = report.row("mine", {"t": curve})
+    assert row.values["speed"] == pytest.approx(4.0)
     flat = row.flat()
     assert flat["psnr vs t"] == pytest.approx(1.0)
     assert flat["scenes"] == 1.0
-    table = list(csv.DictReader(as_csv(report.rows({"t": ["none", "t1"]})).splitlines()))
-    assert [r["method"] for r in table] == ["none", "t1", "mine"]
-    assert float(table[2]["psnr vs t low"]) == pytest.approx(1.0)
+    table = list(csv.DictReader(as_csv(report.rows({"t": curve})).splitlines()))
+    assert [r["method"] for r in table] == ["none", "t0", "t1", "mine"]
+    assert float(table[3]["psnr vs t low"]) == pytest.approx(1.0)
 
 
 # The bench

@@ -42,6 +42,9 @@ METHODS = {
     "nova, from layer 2": NOVA(t_est=2, alpha=0.0, probe_from_layer=2, restore_mode="bilinear"),
     "nova, attention": NOVA(t_est=2, alpha=0.0, metric="attention"),
     "nova, nothing": NOVA(t_est=2, alpha=0.0, uncomputed="nothing", probe="previous"),
+    "nova, one selection": NOVA(
+        t_est=2, alpha=0.0, layer_linkage=False, probe="previous", uncomputed="nothing", cache="zero"
+    ),
     "nova, mse": NOVA(t_est=2, alpha=0.0, metric="mse", restore_mode="area"),
     "nova, random": NOVA(t_est=2, alpha=0.0, metric="random"),
     "nova, no linkage": NOVA(t_est=2, alpha=0.0, scale_linkage=False, layer_linkage=False),
@@ -52,6 +55,7 @@ METHODS = {
     "nova, empty layers": NOVA(t_est=2, alpha=0.0, allow_empty=True, tau=0.3),
     "toprovar": ToProVAR(tau=0.45, a_max=0.9),
     "toprovar, previous layer": ToProVAR(tau=0.5, entropy_from="previous_layer", restore_mode="bilinear"),
+    "toprovar, nothing": ToProVAR(tau=0.45, a_max=0.9, uncomputed="nothing"),
     "toprovar, scales": ToProVAR(layer_stage=False, token_stage=False, scale_stage=False),
     "toprovar, layers": ToProVAR(token_stage=False, center=False, scale_stage=False),
     "sparsevar": SparseVAR(start_scale=0.6, tau=0.95, anchor=2, similarity=0.95),

@@ -200,3 +200,17 @@ def test_uncomputed_cells(infinity, uncomputed: str) -> None:
     assert 0 < computed.sum() < computed.numel()
     changed = (maps[-1] != maps[-2]).any(0)
     assert torch.equal(changed, computed if uncomputed == "nothing" else torch.ones_like(computed))
+
+
+def test_with_one_selection_nothing_has_to_be_restored(infinity) -> None:
+    """All layers leave out the same cells, and these add nothing: what the cache says is never seen."""
+    once = {"t_est": 3, "alpha": 10.0, "layer_linkage": False, "probe": "previous", "uncomputed": "nothing"}
+    zero, residual = (
+        ask(infinity, 2, method=NOVA(cache=c, **once), output_type="latent") for c in ("zero", "residual")
+    )
+    assert zero.trace.share() < 0.9
+    assert torch.equal(zero.images, residual.images)
+    scales = zero.trace.to_dict()["images"][0]["scales"]
+    assert [e["entropy"] for e in scales] == [
+        e["entropy"] for e in residual.trace.to_dict()["images"][0]["scales"]
+    ]  # cells that were not computed keep the entropy that was known of them

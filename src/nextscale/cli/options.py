@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from typing import Annotated
 
@@ -11,8 +10,9 @@ import torch
 import typer
 from rich.console import Console
 
-from nextscale.errors import NextscaleError, choices
+from nextscale.errors import NextscaleError
 from nextscale.methods import Compose, Method, get_method
+from nextscale.methods.naming import read_field
 from nextscale.models.registry import EMBEDDED, get_model
 
 Model = Annotated[
@@ -52,21 +52,12 @@ def method_of(name: str | None, preset: str | None, settings: list[str]) -> Meth
             raise NextscaleError("--preset and --set are for one method; give a composition as its parts alone")
         return Compose(tuple(get_method(part)() for part in parts))
     cls = get_method(name)
-    base = cls() if preset is None else cls.preset(preset)
-    return dataclasses.replace(base, **dict(_setting(cls, s) for s in settings))
-
-
-def _setting(cls: type[Method], text: str) -> tuple[str, object]:
-    field, equals, value = text.partition("=")
-    known = {f.name for f in dataclasses.fields(cls)}
-    if not equals:
-        raise NextscaleError(f"--set {text!r} is not of the form field=value")
-    if field not in known:
-        raise NextscaleError(f"{cls.name} has no field {field!r}; allowed: {choices(sorted(known))}")
-    try:
-        return field, json.loads(value)
-    except json.JSONDecodeError:
-        return field, {"True": True, "False": False}.get(value, value)  # a bare word is text
+    method = cls() if preset is None else cls.preset(preset)
+    wrong = next((s for s in settings if "=" not in s), None)
+    if wrong is not None:
+        raise NextscaleError(f"--set {wrong!r} is not of the form field=value")
+    # All at once: fields may only be right together.
+    return dataclasses.replace(method, **{k: v for s in settings for k, v in read_field(method, s).items()})
 
 
 def default_device() -> str:

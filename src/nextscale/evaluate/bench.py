@@ -127,14 +127,15 @@ class Bench:
     def _judge(self, items: Sequence[Item], drawn: Drawn, plain: Tensor) -> Cell:
         images = drawn.images
         found = self.recogniser.detect(images * 2 - 1)
-        noise, alike = psnr(images, plain, 1.0).clamp_max(EQUAL), ssim(images, plain, 1.0)
+        n, own = len(items), plain is images  # a picture compared with itself
+        noise = torch.full((n,), EQUAL) if own else psnr(images, plain, 1.0).clamp_max(EQUAL)
+        alike = torch.ones(n) if own else ssim(images, plain, 1.0)
         apart, features = None, None
         if self.perceive:
-            from nextscale.evaluate.features import features as describe_all
-            from nextscale.evaluate.features import perceptual
+            from nextscale.evaluate import features as network
 
-            apart = perceptual(images, plain)
-            features = describe_all(images).half().cpu().numpy()
+            apart = torch.zeros(n) if own else network.perceptual(images, plain)
+            features = network.features(images).half().cpu().numpy()
         records = []
         for k, (item, seen, trace) in enumerate(zip(items, found, drawn.traced, strict=True)):
             records.append(

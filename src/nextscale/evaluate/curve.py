@@ -39,7 +39,7 @@ def draw_curves(
 
     by_name = {row.name: row for row in rows}
     figure, panels = plt.subplots(
-        1, len(qualities), figsize=(5.2 * len(qualities), 4.6), layout="constrained", squeeze=False
+        1, len(qualities), figsize=(3.9 * len(qualities), 4.2), layout="constrained", squeeze=False
     )
     for axes, quality in zip(panels[0], qualities, strict=True):
         for n, (curve, names) in enumerate(curves.items()):
@@ -64,7 +64,8 @@ def draw_curves(
         axes.grid(alpha=0.25, lw=0.6)
         if quality == "perceptual":
             axes.invert_yaxis()  # better is up, as in the other panels
-    panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=10)
     with whole_file(path) as file:
         figure.savefig(file, format="png", dpi=120)

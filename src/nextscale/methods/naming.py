@@ -44,11 +44,10 @@ def _part(text: str) -> Method:
         return cls()
     if not all(pieces):
         raise NextscaleError(f"{text!r} is not complete; behind ':' and ';' stands a number, a preset or field=value")
-    method = _preset(cls, pieces[0])
-    for piece in pieces if method is None else pieces[1:]:
-        method = dataclasses.replace(method or cls(), **_field(method or cls(), piece))
-    assert method is not None
-    return method
+    stored = _preset(cls, pieces[0])
+    method = stored or cls()
+    fields = {k: v for piece in pieces[stored is not None :] for k, v in read_field(method, piece).items()}
+    return dataclasses.replace(method, **fields)  # all at once: fields may only be right together
 
 
 def _class(name: str) -> type[Method]:
@@ -76,7 +75,7 @@ def _preset(cls: type[Method], piece: str) -> Method | None:
     return cls.from_fields({first: piece})
 
 
-def _field(method: Method, piece: str) -> dict[str, Any]:
+def read_field(method: Method, piece: str) -> dict[str, Any]:
     known = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
     name, equals, written = (part.strip() for part in piece.partition("="))
     if not equals:

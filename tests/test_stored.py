@@ -1,0 +1,65 @@
+"""Data that comes with the package: presets, tables of ratios, fitted decisions."""
+
+from __future__ import annotations
+
+import pytest
+
+from nextscale import NOVA, FastVAR, SkipVAR, ToProVAR
+from nextscale.errors import NextscaleError
+from nextscale.methods import METHODS
+from nextscale.methods.skipvar import read_decision
+from nextscale.methods.stored import PRESETS, stored, stored_names
+from nextscale.methods.tables import read_table, relative_ratio
+
+
+def test_every_preset_can_be_read_and_says_where_it_comes_from() -> None:
+    import json
+
+    kinds = {"table", "decision"}
+    for path in PRESETS.glob("*.json"):
+        kind, _, name = path.stem.partition("-")
+        content = json.loads(path.read_text())
+        assert {"source", "calibrated_on", "measured_on"} & set(content), path.name
+        if kind in kinds:
+            continue
+        assert METHODS[kind].preset(name).name == kind
+    assert {"balanced", "fast", "paper"} <= set(stored_names("nova"))
+    assert NOVA.preset("paper") == NOVA()
+
+
+def test_sparsevars_shares_stand_in_for_the_scale_linkage() -> None:
+    table = read_table("sparsevar")
+    assert [round(13 * place) for place, _ in table] == [10, 11, 12, 13]
+    assert all(0.8 < ratio < 0.95 for _, ratio in table)
+    assert NOVA(scale_linkage=False, scale_table="sparsevar").scale_table == "sparsevar"
+
+
+def test_a_table_written_out() -> None:
+    table = read_table("12/13:0.6 1:0.75")
+    assert table == ((12 / 13, 0.6), (1.0, 0.75))
+    assert [relative_ratio(table, t / 13) for t in (10, 11, 12, 13)] == [0.0, 0.0, 0.6, 0.75]
+    assert FastVAR(scale_table="0.5:0.1 1:0.2").scale_table == "0.5:0.1 1:0.2"
+
+
+@pytest.mark.parametrize("text", ["12/13:", "a:b", "1/0:0.5", "0.5:2", "2:0.5", ":"])
+def test_a_bad_table(text: str) -> None:
+    with pytest.raises(NextscaleError, match="is not a scale table"):
+        NOVA(scale_table=text)
+
+
+def test_an_unknown_table() -> None:
+    with pytest.raises(NextscaleError, match="unknown scale table 'x'; allowed: fastvar, fastvar-hart, sparsevar, or"):
+        read_table("x")
+
+
+def test_the_decision_for_the_embedded_model() -> None:
+    skip, uncond = read_decision(stored("decision", "clipart"))
+    assert skip.classes == (0, 1, 2, 3)
+    assert uncond is not None
+    assert SkipVAR.preset("clipart") == SkipVAR("clipart")
+
+
+def test_toprovar_is_calibrated_for_the_embedded_model() -> None:
+    method = ToProVAR.preset("clipart")
+    assert method.tau == pytest.approx(0.385)
+    assert method.a_max <= 1
