@@ -352,9 +352,12 @@ def test_search_spaces_fit_their_methods() -> None:
 def test_tune_finds_the_cheapest_within_the_budget(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     preset = tmp_path / "preset.json"
+    space = tmp_path / "space.json"
+    space.write_text(json.dumps({"truncate": {"k": {"low": 1, "high": 3}}}))
     arguments = ["tune", "truncate", "--preset", str(preset), "--out", str(tmp_path / "t"), "--prompts", "1"]
     arguments += ["--pixel-budget", "0.06M", "--batch", "3", "--trials", "8", "--cost", "flops", "--quiet"]
-    result = CliRunner().invoke(app, [*arguments, "--max-drop", "ssim=0.15"], catch_exceptions=False)
+    arguments += ["--space", str(space)]
+    result = CliRunner().invoke(app, [*arguments, "--max-drop", "ssim=0.12"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     content = json.loads(preset.read_text())
     losses = {
@@ -367,13 +370,14 @@ def test_tune_finds_the_cheapest_within_the_budget(tmp_path: Path) -> None:
             session.has_features(),
             SMALL,
         )
-        .run(parse_methods("none,truncate:1,truncate:2,truncate:3,truncate:4,truncate:5,truncate:6"))
+        .run(parse_methods("none,truncate:1,truncate:2,truncate:3"))
         .items()
     }
-    within = [int(k[-1]) for k, lost in losses.items() if k != "none" and lost <= 0.15]
+    within = [int(k[-1]) for k, lost in losses.items() if k != "none" and lost <= 0.12]
+    assert 1 <= len(within) < 3, losses
     assert content["fields"]["k"] == max(within)
     assert content["measured_on"] == "clipart"
-    assert content["budget"] == {"ssim": 0.15}
+    assert content["budget"] == {"ssim": 0.12}
     assert Truncate.preset(str(preset)) == Truncate(max(within))
     with pytest.raises(NextscaleError, match="none of 8 settings of truncate stayed within the budget"):
         CliRunner().invoke(app, [*arguments, "--max-drop", "ssim=0.0"], catch_exceptions=False)

@@ -24,7 +24,7 @@ from nextscale import (
 )
 from nextscale.errors import NextscaleError
 from nextscale.methods import METHODS as REGISTERED
-from nextscale.methods import from_dict, tables
+from nextscale.methods import from_dict
 
 try:
     import jsonschema
@@ -68,16 +68,15 @@ METHODS = {
     "composed": NOVA(t_est=2, alpha=0.0) + DropGuidance(5) + Truncate(1),
 }
 # Configurations that reduce nothing.
-tables.TABLES["nothing"] = ((0.0, 0.0), (1.0, 0.0))
 NOTHING = {
-    "nova": NOVA(t_est=2, scale_linkage=False, scale_table="nothing"),
-    "nova, attention": NOVA(t_est=2, scale_linkage=False, scale_table="nothing", metric="attention"),
+    "nova": NOVA(t_est=2, scale_linkage=False, scale_table="1:0"),
+    "nova, attention": NOVA(t_est=2, scale_linkage=False, scale_table="1:0", metric="attention"),
     "toprovar": ToProVAR(tau=1.0),
     "sparsevar": SparseVAR(tau=0.0),
-    "fastvar": FastVAR(scale_table="nothing"),
+    "fastvar": FastVAR(scale_table="1:0"),
     "truncate": Truncate(0),
     "random selection": RandomSelection(Truncate(0)),
-    "composed": Truncate(0) + NOVA(t_est=2, scale_linkage=False, scale_table="nothing"),
+    "composed": Truncate(0) + NOVA(t_est=2, scale_linkage=False, scale_table="1:0"),
 }
 SHAPES = {"var": {}, "infinity": {}, "infinity wide": {"aspect_ratio": 0.571}, "patchified": {}, "hart": {}}
 
