@@ -138,6 +138,15 @@ def test_the_score_is_the_mean_over_tasks() -> None:
     assert draws.score([1, 1, 1, 0]) == Estimate(0.5, 0.5, 0.5)  # tasks are drawn within themselves
 
 
+def test_all_right_is_not_certainty() -> None:
+    draws = Resampling([str(i) for i in range(24)], ["a"] * 24)
+    found = draws.score([1] * 24)
+    assert (found.value, found.high) == (1.0, 1.0)
+    assert found.low == pytest.approx(0.857, abs=1e-3)  # 24 of 24 by Clopper and Pearson
+    change = draws.score([0] * 24, least=-1.0)
+    assert change.low == pytest.approx(-change.high)
+
+
 def test_a_curve_at_another_cost() -> None:
     curve = [(4.0, np.array([4.0, 0.0])), (1.0, np.array([0.0, 2.0]))]
     found = at_cost(curve, 2.0)

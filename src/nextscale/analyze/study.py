@@ -15,9 +15,10 @@ from nextscale.analyze.style import quoted
 from nextscale.analyze.watch import Watched, watch
 from nextscale.errors import NextscaleError
 from nextscale.methods import NOVA, FastVAR, Method, SparseVAR, ToProVAR, Truncate
+from nextscale.methods.base import read_stored
 from nextscale.methods.compose import Compose
 from nextscale.methods.naming import parse_method
-from nextscale.methods.stored import stored_names
+from nextscale.methods.stored import stored, stored_names
 from nextscale.pipeline import Output, Pipeline
 from nextscale.prompts import read_labels
 from nextscale.text.words import WordEncoder
@@ -91,7 +92,14 @@ def default_methods(pipe: Pipeline) -> dict[str, Method | None]:
     """Those that choose tokens, with what is stored for this model or its family, and truncation."""
     found: dict[str, Method | None] = {}
     for cls in CHOOSING:
-        name = next((n for n in (pipe.spec.name, pipe.spec.family) if n in stored_names(cls.name)), None)
+        name = next(iter(_fitting(cls.name, pipe)), None)
         text = cls.name if name is None else f"{cls.name}:{name}"
         found[text] = parse_method(text)
     return {**found, "truncate:1": Truncate(1)}
+
+
+def _fitting(method: str, pipe: Pipeline) -> list[str]:
+    """Presets for this model, best first: named after it, measured on it, or of its family."""
+    name, family = pipe.spec.name, pipe.spec.family
+    measured = [n for n in stored_names(method) if read_stored(stored(method, n)).get("measured_on") == name]
+    return [n for n in (name, *measured, family) if n in stored_names(method)]

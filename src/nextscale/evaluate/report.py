@@ -64,7 +64,7 @@ class Report:
             column = self.column(name, quality)
             values[quality] = None if column is None else self.estimate(column, quality)
         if plain and name != plain:
-            values["scenes change"] = self.draws.score(self.passed(name) - self.passed(plain))
+            values["scenes change"] = self.draws.score(self.passed(name) - self.passed(plain), least=-1.0)
         values |= {cost: self.mean_of(name, cost) for cost in COSTS}
         if plain:
             values["speed"] = self.mean_of(plain, "seconds") / self.mean_of(name, "seconds")
@@ -94,7 +94,8 @@ class Report:
             if mine is None or expected is None:
                 result[quality] = None
             else:
-                result[quality] = self.estimate(sign * (mine - expected), quality)
+                gained = sign * (mine - expected)
+                result[quality] = self.draws.score(gained, -1.0) if quality == "scenes" else self.draws.mean(gained)
         return result
 
     def distances(self, name: str) -> dict[str, Estimate | float | None]:

@@ -30,7 +30,7 @@ class Resampling:
         names, owner = np.unique(np.array(prompts), return_inverse=True)
         task_names, task_of = np.unique(np.array(tasks), return_inverse=True)
         self.tasks = [task_of == t for t in range(len(task_names))]
-        self.names = task_names.tolist()
+        self.names, self.prompts = task_names.tolist(), len(names)
         weights = np.zeros((DRAWS, len(names)))
         for mask in self.tasks:
             members = np.unique(owner[mask])
@@ -44,9 +44,14 @@ class Resampling:
         v = np.asarray(values, dtype=float)
         return _estimate(float(v.mean()), (self.weights @ v) / self.weights.sum(1))
 
-    def score(self, values: Sequence[float] | np.ndarray) -> Estimate:
-        """The mean over tasks of their means, as GenEval counts."""
+    def score(self, values: Sequence[float] | np.ndarray, least: float = 0.0) -> Estimate:
+        """The mean over tasks of their means, as GenEval counts; values lie in `least` to 1."""
         v = np.asarray(values, dtype=float)
+        if (v == v[0]).all():
+            # Drawing again cannot show what was never seen: as many prompts alike still leave room for this share of
+            # others (the exact binomial bound).
+            unseen = 1 - (1 - SIDES[1]) ** (1 / self.prompts)
+            return Estimate(float(v[0]), max(least, float(v[0]) - unseen), min(1.0, float(v[0]) + unseen))
         means = [v[mask].mean() for mask in self.tasks]
         drawn = [(self.weights[:, mask] @ v[mask]) / self.weights[:, mask].sum(1) for mask in self.tasks]
         return _estimate(float(np.mean(means)), np.mean(drawn, axis=0))
