@@ -16,13 +16,13 @@ import files
 from conftest import ask
 from files import VAR_CASE
 from nextscale import NOVA, Pipeline, Truncate
-from nextscale.analyze import runs
 from nextscale.analyze.comparison import computed, draw_comparison
 from nextscale.analyze.computed import computed_overall
 from nextscale.analyze.runs import make_all, require_start
 from nextscale.analyze.sheet import amplification, difference, draw_sheet
 from nextscale.cli import main
 from nextscale.errors import NextscaleError
+from nextscale.evaluate import features
 from nextscale.methods import DropGuidance, SkipVAR
 from nextscale.methods.naming import parse_methods
 from nextscale.testing import tiny_infinity, tiny_var
@@ -117,9 +117,9 @@ def test_without_the_network(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) ->
     def missing(device: torch.device) -> None:
         raise NextscaleError("not installed")
 
-    monkeypatch.setattr(runs, "network", missing)
+    monkeypatch.setattr(features, "network", missing)
     made = make_all(pipe, 4, {"truncate:1": Truncate(1)})
-    assert runs.why_no_perceptual() == "not installed"
+    assert features.why_missing() == "not installed"
     assert made[1].perceptual is None
 
 

@@ -22,6 +22,7 @@ from nextscale.cli import app
 from nextscale.errors import NextscaleError
 from nextscale.evaluate import session
 from nextscale.evaluate.bench import EQUAL, Bench, Cell, Item, make_items
+from nextscale.evaluate.features import why_missing
 from nextscale.evaluate.recogniser import FOLDER, Detection, load_recogniser, read_about
 from nextscale.evaluate.report import Report, as_csv
 from nextscale.evaluate.scenes import TASKS, Ask, Thing, describe, read_asks, some_of
@@ -268,7 +269,16 @@ def test_the_commands(tmp_path: Path) -> None:
     assert "PSNR vs truncate" in result.output
     rows = {r["method"]: r for r in csv.DictReader((out / "table.csv").read_text().splitlines())}
     assert abs(float(rows["truncate:2"]["psnr vs truncate"])) < 10
+    # Between its neighbours, and so near the line through them.
+    ends = sorted(float(rows[f"truncate:{k}"]["psnr"]) for k in (1, 3))
+    assert ends[0] < float(rows["truncate:2"]["psnr"]) < ends[1]
     assert (out / "curve.png").stat().st_size > 10_000
+    for file in (out / "cells").glob("0001-*"):
+        file.unlink()
+    arguments = ["eval", "sweep", str(plan), "--out", str(out), "--cost", "flops", *common, "--so-far"]
+    result = runner.invoke(app, arguments, catch_exceptions=False)
+    assert "3 pictures of clipart" in result.output
+    assert not list((out / "cells").glob("0001-*"))
 
 
 def test_a_killed_evaluation_goes_on(tmp_path: Path) -> None:
@@ -376,7 +386,7 @@ def test_tune_finds_the_cheapest_within_the_budget(tmp_path: Path) -> None:
             make_items(some_of(read_asks(), 1), 1),
             3,
             tmp_path / "t",
-            session.has_features(),
+            why_missing() is None,
             SMALL,
         )
         .run(parse_methods("none,truncate:1,truncate:2,truncate:3"))

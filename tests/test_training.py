@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # `training` is not part of the package
 
 from training import common, grader, scenes  # noqa: E402
-from training.asks import PER_TASK, Asks  # noqa: E402
+from training.asks import PER_TASK, Asks, captions  # noqa: E402
 from training.painter import Painter, stand_ins  # noqa: E402
 from training.prompts import FIXED  # noqa: E402
 from training.train_transformer import Trainer  # noqa: E402
@@ -172,6 +172,7 @@ def test_every_stage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_frozen_questions_are_these(vocabulary: dict) -> None:
     asks = Asks(vocabulary)
     assert [a for task in TASKS for a in asks.make(task, PER_TASK)] == read_asks()
+    assert captions(vocabulary) == (ROOT / "benchmarks" / "prompts.txt").read_text().splitlines()
 
 
 def test_near_misses_are_wrong(vocabulary: dict) -> None:
@@ -204,6 +205,6 @@ def test_the_grading_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     run("grader", "--recogniser", made, "--sprites", tmp_path / "none")
     run("evaluate", "--run", tmp_path)
     run("entropy", "--run", tmp_path)
-    assert load_recogniser(folder=made).detect(torch.ones(1, 3, 128, 128)) is not None
+    assert load_recogniser(folder=made).classes == load_recogniser().classes
     assert set(json.loads((tmp_path / "evaluation.json").read_text())["tasks"]) == set(TASKS)
     assert len(json.loads((tmp_path / "entropy.json").read_text())["scales"]) == 10

@@ -1,6 +1,6 @@
 """Prompts of the six tasks in GenEval's plain words, drawn the same way every time.
 
-python -m training.asks          # writes the frozen list that the package ships
+python -m training.asks          # writes the frozen list that the package ships, and captions to calibrate with
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from nextscale.evaluate.scenes import ALONG, FROZEN, TASKS, Ask, Thing
-from training.scenes import COUNTS, held_out, read_vocabulary
+from training.scenes import COUNTS, HERE, Scenes, held_out, read_vocabulary
 
 PAIRS = ("seen pairs", "unseen pairs")  # beside the six: pairs of objects that training did or did not show together
 PER_TASK = 60  # of the frozen list
+CAPTIONS = HERE.parent / "benchmarks" / "prompts.txt"
 
 
 class Asks:
@@ -73,10 +74,21 @@ class Asks:
         return Ask(task, text, things, relation)
 
 
+def captions(vocabulary: dict[str, Any], count: int = 96) -> list[str]:
+    """As in training, with backgrounds and styles; none is a prompt of the evaluation but by chance."""
+    scenes, rng = Scenes(vocabulary), np.random.default_rng(3 * 10**6)
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[scenes.draw(rng).caption] = None
+    return list(found)
+
+
 def main() -> None:
-    asks = Asks(read_vocabulary())
+    vocabulary = read_vocabulary()
+    asks = Asks(vocabulary)
     entries = [json.dumps(a.to_dict()) for task in TASKS for a in asks.make(task, PER_TASK)]
     FROZEN.write_text('{"schema": 1, "asks": [\n' + ",\n".join(entries) + "\n]}\n")
+    CAPTIONS.write_text("\n".join(captions(vocabulary)) + "\n")
     print(f"wrote {FROZEN.name}: {len(entries)} prompts")
 
 

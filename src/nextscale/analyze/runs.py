@@ -8,10 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from nextscale.errors import NextscaleError
-from nextscale.evaluate.features import network, perceptual
+from nextscale.evaluate.features import perceptual, why_missing
 from nextscale.evaluate.psnr import psnr
 from nextscale.evaluate.ssim import ssim
 from nextscale.images import from_pil
@@ -108,14 +105,5 @@ def _made(name: str, output: Output, plain: Output) -> Made:
         share=told["row_tokens_computed"] / told["row_tokens_full"],
         psnr=float(psnr(a, b)),
         ssim=float(ssim(a, b)),
-        perceptual=None if why_no_perceptual() else float(perceptual(a.add(1).div(2), b.add(1).div(2))),
+        perceptual=None if why_missing() else float(perceptual(a.add(1).div(2), b.add(1).div(2))),
     )
-
-
-def why_no_perceptual() -> str | None:
-    """What is missing for the perceptual distance, if anything."""
-    try:
-        network(torch.device("cpu"))
-    except NextscaleError as error:
-        return str(error)
-    return None

@@ -111,7 +111,7 @@ def _methods(several: str | None, one: str | None, preset: str | None, settings:
 def _print_table(made: Sequence[Made]) -> None:
     from rich.table import Table
 
-    from nextscale.analyze.runs import why_no_perceptual
+    from nextscale.evaluate.features import why_missing
 
     table = Table("method", box=None, pad_edge=False)
     for name in ("seconds", "ratio", "tokens", "of plain", "PSNR", "SSIM", "perceptual"):
@@ -126,7 +126,7 @@ def _print_table(made: Sequence[Made]) -> None:
     console().print(table)
     typer.echo("timed once each, in this order, after a run that was not counted; ratio: plain seconds over seconds;")
     typer.echo("tokens: computed, over layers and guidance rows; PSNR (dB), SSIM and perceptual: against plain")
-    if missing := why_no_perceptual():
+    if missing := why_missing():
         typer.echo(f"perceptual is not shown: {missing}")
 
 

@@ -60,6 +60,9 @@ def sweep(
     name: Annotated[str, typer.Argument(help="A named sweep (see the help of an unknown one) or a .json file.")],
     out: Out = Path("sweep"),
     cost: Annotated[str, typer.Option(help="The axis of cost: seconds, flops or tokens.")] = "seconds",
+    so_far: Annotated[
+        bool, typer.Option("--so-far", help="Compute nothing: the table of what is there of every method.")
+    ] = False,
     against: Annotated[str, typer.Option(help="Curves to compare with at equal cost.")] = "truncate,fastvar",
     quick: Quick = False,
     prompts: Prompts = None,
@@ -76,7 +79,7 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Quality against cost of many settings: table, curve, Pareto set, gain over truncation at equal cost."""
-    from nextscale.analyze.comparison import require_matplotlib
+    from nextscale.analyze.style import require_matplotlib
     from nextscale.evaluate import session
     from nextscale.evaluate.curve import best, draw_curves
     from nextscale.evaluate.report import COSTS, Report
@@ -88,6 +91,10 @@ def sweep(
     plan = read_sweep(name)
     asked = plan.methods
     bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget)
+    if so_far:
+        bench.items = bench.items[: bench.made(asked, reference)]
+        if not bench.items:
+            raise NextscaleError(f"{out} holds no picture that all methods have drawn yet")
     report = Report(bench.items, bench.run(asked, reference, False if quiet else None), cost)
     # A curve begins where nothing is left out.
     others = {c: ("none", *plan.curves[c]) for c in against.split(",") if c in plan.curves}
@@ -115,6 +122,7 @@ def make_bench(
 ) -> Any:
     from nextscale.evaluate import session
     from nextscale.evaluate.bench import Bench, make_items
+    from nextscale.evaluate.features import why_missing
     from nextscale.evaluate.scenes import read_asks, some_of
     from nextscale.pipeline import Pipeline
     from nextscale.writing import require_writable
@@ -131,7 +139,7 @@ def make_bench(
         raise NextscaleError(f"the scenes are asked for in words, but {pipe.spec.name} takes class labels")
     size = {} if pixel_budget is None else {"pixel_budget": pixel_budget}
     items = make_items(asks, 1 if quick else seeds)
-    bench = Bench(pipe, items, batch, out, session.has_features(), size)
+    bench = Bench(pipe, items, batch, out, why_missing() is None, size)
     session.open_folder(bench)
     return bench
 

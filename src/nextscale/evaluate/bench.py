@@ -97,6 +97,17 @@ class Bench:
                     advance(len(part))
         return {name: _joined(found) for name, found in cells.items()}
 
+    def made(self, methods: dict[str, Method | None], reference: bool = False) -> int:
+        """Pictures, from the first on, of which all methods have their cells."""
+        wanted = [(m, False) for m in methods.values()] + [(None, True)] * reference
+        done = 0
+        for number, part in enumerate(self.batches()):
+            paths = [self._path(number, method, moved) for method, moved in wanted]
+            if not all(p is not None and p.exists() for p in paths):
+                break
+            done += len(part)
+        return done
+
     def _path(self, number: int, method: Method | None, moved: bool) -> Path | None:
         return None if self.folder is None else self.folder / "cells" / f"{number:04}-{_key(method, moved)}.json"
 

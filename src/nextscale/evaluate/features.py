@@ -127,6 +127,15 @@ def network(device: torch.device) -> Lite0:
     return Lite0(load_pickle(Path(Weights.get_model_file_path()))).eval().to(device)
 
 
+def why_missing() -> str | None:
+    """What has to be installed first, if anything."""
+    try:
+        network(torch.device("cpu"))
+    except NextscaleError as error:
+        return str(error)
+    return None
+
+
 def _checked(images: Tensor) -> Tensor:
     if images.dim() != 4 or images.shape[1] != 3 or not images.numel():
         raise NextscaleError(f"pictures must be [B, 3, H, W], not {list(images.shape)}")

@@ -18,10 +18,10 @@ from nextscale.errors import NextscaleError
 from nextscale.evaluate.distances import frechet_distance
 from nextscale.evaluate.score_files import Folder, open_folder, read_prompts, require_pairs
 from nextscale.evaluate.score_metrics import Metric, load, require
+from nextscale.evaluate.statistics import Resampling
 from nextscale.progress import bar
 
 logger = logging.getLogger(__name__)
-RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,9 @@ def score(
 
 
 def interval(values: Tensor, seed: int = 0) -> tuple[float, float]:
-    """Of the mean: 2.5 % and 97.5 % of what it is in 1,000 draws of as many pictures, with replacement."""
-    generator = torch.Generator().manual_seed(seed)
-    n = len(values)
-    means = torch.stack([values[torch.randint(n, (n,), generator=generator)].mean() for _ in range(RESAMPLES)])
-    return float(means.quantile(0.025)), float(means.quantile(0.975))
+    """Of the mean, by bootstrap over pictures."""
+    found = Resampling([str(i) for i in range(len(values))], [""] * len(values), seed).mean(values.numpy())
+    return found.low, found.high
 
 
 def _mean(metric: Metric, given: _Input) -> Score:

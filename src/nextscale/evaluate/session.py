@@ -7,11 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from nextscale.errors import NextscaleError
 from nextscale.evaluate.bench import Bench
-from nextscale.evaluate.features import network
 from nextscale.evaluate.recogniser import read_about
 from nextscale.evaluate.report import Report, Row, as_csv
 from nextscale.export.manifest import first_difference, model_settings, run_facts
@@ -62,15 +59,6 @@ def open_folder(bench: Bench) -> None:
         raise NextscaleError(f"{folder} is not empty and holds no evaluation; choose another --out")
     with whole_file(path) as file:
         file.write((json.dumps(now, indent=1) + "\n").encode())
-
-
-def has_features() -> bool:
-    """Whether the weights for features are installed."""
-    try:
-        network(torch.device("cpu"))
-    except NextscaleError:
-        return False
-    return True
 
 
 def save(bench: Bench, methods: dict[str, Method | None], report: Report, rows: Sequence[Row]) -> None:

@@ -34,9 +34,8 @@ class Resampling:
         weights = np.zeros((DRAWS, len(names)))
         for mask in self.tasks:
             members = np.unique(owner[mask])
-            drawn = rng.integers(len(members), size=(DRAWS, len(members)))
-            for row, choice in zip(weights, drawn, strict=True):
-                row[members] += np.bincount(choice, minlength=len(members))
+            # How often each of n comes when n are drawn with replacement.
+            weights[:, members] = rng.multinomial(len(members), np.full(len(members), 1 / len(members)), DRAWS)
         self.weights = weights[:, owner]  # [DRAWS, pictures]
 
     def mean(self, values: Sequence[float] | np.ndarray) -> Estimate:

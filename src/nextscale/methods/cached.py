@@ -69,7 +69,7 @@ class CachedPolicy(Policy):
         scale, as they do in flat areas, that is wrong, and adding "nothing" does less harm than a sample."""
         self.computed = None
         taken = [next(iter(chosen.values())) for chosen in stats.chosen]
-        reduced = [chosen for chosen in taken if chosen is not None]
+        reduced = {id(chosen): chosen for chosen in taken if chosen is not None}.values()  # layers may share one
         if self.uncomputed == "sample" or not reduced:
             return x, None
         masks = torch.stack([chosen.mask(stats.scale.tokens) for chosen in reduced])

@@ -99,6 +99,8 @@ class NOVAPolicy(CachedPolicy):
         self.probe = method.probe
         if self.probe == "auto":
             self.probe = "lens" if context.bits else "lens_topk"
+        # What a layer sees then does not depend on the layer: one selection serves the whole scale.
+        self.once = self.probe == "previous" and not method.layer_linkage and method.metric in ("entropy", "random")
 
     # Between scales, on the host
 
@@ -107,6 +109,7 @@ class NOVAPolicy(CachedPolicy):
         t = scale.index + 1
         self.ratio[t] = [self._ratio(g, t) for g in self.growth]
         self.layer_sum: Tensor | None = None
+        self.chosen: Selection | None = None  # the newest of this scale
         self.scale_ratio: Tensor | None = None  # on the device, from the first layer on
         self.noted[t] = ((), [], [])
         needs = (
@@ -145,6 +148,10 @@ class NOVAPolicy(CachedPolicy):
             self.means[layer].store(Rows(tuple(rows.which[i] for i in complete), ()), (1, 1), mean[:, None, None])
         if not any(ratios):
             return None
+        if self.once and self.chosen is not None:
+            images, means, past = self.noted[t]
+            self.noted[t] = (images, [*means, means[0]], [*past, past[0]])
+            return self.chosen
         entropy, mean = self._layer_entropy(layer, x, stats)
         if self.scale_ratio is None:
             self.scale_ratio = torch.tensor(ratios, dtype=torch.float64, device=x.device)
@@ -153,7 +160,8 @@ class NOVAPolicy(CachedPolicy):
         kept = kept if self.method.allow_empty else kept.clamp_min(1)
         self.noted[t] = (rows.which, [*self.noted[t][1], mean], [*self.noted[t][2], ratio])
         chosen = keep_highest(self._score(layer, entropy, stats), kept)
-        return Selection(rows.spread(chosen.index), rows.spread(chosen.count))
+        self.chosen = Selection(rows.spread(chosen.index), rows.spread(chosen.count))
+        return self.chosen
 
     def _lens(self, layer: int, x: Tensor, stats: Stats) -> Tensor:
         """Entropy [B, N] of the prediction that the model's own head would make here."""
