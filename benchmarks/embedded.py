@@ -30,8 +30,9 @@ PROMPTS = (
     "a train on a checkered gray background",
 )
 METHODS = (
-    "nova:balanced,nova:fast,nova:paper,nova:uncomputed=nothing,fastvar:infinity,sparsevar,sparsevar:tau=0.3,toprovar,"
-    "skipvar:clipart,drop_guidance:10,nova:balanced+drop_guidance:13,truncate:1,truncate:2,truncate:3,truncate:4"
+    "nova:balanced,nova:fast,nova:paper,nova:balanced;metric=random,fastvar:balanced,fastvar:fast,sparsevar:balanced,"
+    "sparsevar:fast,sparsevar,toprovar:balanced,skipvar:balanced,skipvar:fast,drop_guidance:balanced,truncate:1,"
+    "truncate:2,truncate:3"
 )
 
 

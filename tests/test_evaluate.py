@@ -23,8 +23,9 @@ from nextscale.errors import NextscaleError
 from nextscale.evaluate import session
 from nextscale.evaluate.bench import EQUAL, Bench, Cell, Item, make_items
 from nextscale.evaluate.features import why_missing
+from nextscale.evaluate.presets import presets
 from nextscale.evaluate.recogniser import FOLDER, Detection, load_recogniser, read_about
-from nextscale.evaluate.report import Report, as_csv
+from nextscale.evaluate.report import Report, Row, as_csv
 from nextscale.evaluate.scenes import TASKS, Ask, Thing, describe, read_asks, some_of
 from nextscale.evaluate.statistics import Estimate, Resampling, at_cost, pareto
 from nextscale.evaluate.sweep import read_sweep, sweep_names
@@ -273,6 +274,7 @@ def test_the_commands(tmp_path: Path) -> None:
     ends = sorted(float(rows[f"truncate:{k}"]["psnr"]) for k in (1, 3))
     assert ends[0] < float(rows["truncate:2"]["psnr"]) < ends[1]
     assert (out / "curve.png").stat().st_size > 10_000
+    assert Truncate.preset(str(out / "presets" / "truncate-balanced.json")).k in (1, 2, 3)
     for file in (out / "cells").glob("0001-*"):
         file.unlink()
     arguments = ["eval", "sweep", str(plan), "--out", str(out), "--cost", "flops", *common, "--so-far"]
@@ -328,6 +330,33 @@ def test_a_bad_sweep(content: object, message: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(NextscaleError, match=message):
         read_sweep(str(path))
+
+
+def test_presets_are_the_cheapest_settings_that_come_near_enough() -> None:
+    settings = {
+        "truncate:1": (0.4, 0.99),
+        "truncate:2": (0.21, 0.98),
+        "truncate:3": (0.2, 0.972),
+        "truncate:4": (0.1, 0.9),
+    }
+
+    def row(name: str, flops: float, ssim: float) -> Row:
+        same = {key: Estimate(ssim, ssim, ssim) for key in ("ssim", "scenes", "psnr")}
+        return Row(name, {"flops": flops, "tokens": flops, **same}, {}, {})
+
+    rows = [row(name, *values) for name, values in settings.items()]
+    rows += [
+        row("nova", 0.5, 0.5),
+        row("nova:balanced", 0.6, 0.6),
+        row("nova+truncate:1", 0.01, 0.999),
+        row("none", 1, 1),
+    ]
+    names = ("none", "nova", "nova:balanced", "nova+truncate:1", *settings)
+    found = presets(rows, parse_methods(",".join(names)), "flops", "clipart", "here")
+    assert found["truncate-balanced.json"]["fields"] == {"k": 1}
+    assert found["truncate-fast.json"]["fields"] == {"k": 2}, "nearer than the cheapest, for hardly more"
+    assert found["nova-fast.json"]["measured"]["ssim"] == 0.6, "never near enough: the nearest"
+    assert set(found) == {f"{m}-{p}.json" for m in ("truncate", "nova") for p in ("balanced", "fast")}
 
 
 def test_an_unknown_sweep() -> None:

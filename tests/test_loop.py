@@ -305,11 +305,11 @@ def test_the_cache_grows_with_what_is_kept() -> None:
     cache.append(k, k, torch.tensor([3, 1]))
     cache.reserve(2)
     cache.append(k[:, :, :2], k[:, :, :2], torch.tensor([1, 2]))
-    assert cache.length.tolist() == [4, 3]
+    assert cache.lengths.tolist() == [4, 3]
     assert cache.k.shape[2] == 5
     assert torch.equal(cache.k[1, 0, :3], torch.stack((k[1, 0, 0], k[1, 0, 0], k[1, 0, 1])))
     cache.keep_rows(torch.tensor([1]))
-    assert cache.length.tolist() == [3]
+    assert cache.lengths.tolist() == [3]
 
 
 def test_other_seeds_and_scales_draw_other_numbers() -> None:

@@ -162,7 +162,7 @@ def test_5_the_trace_adds_up(model, method, monkeypatch) -> None:
     def look(end) -> None:
         for row, image in enumerate(runs[0].rows.all):
             conditional = row < runs[0].rows.images
-            lengths[image, conditional] = [int(cache.length[row]) for cache in runs[0].kv]
+            lengths[image, conditional] = [int(cache.lengths[row]) for cache in runs[0].kv]
 
     monkeypatch.setattr(loop, "Run", remember)
     out = ask(pipe, 2, method=method, callback_on_scale_end=look, **size)

@@ -24,6 +24,8 @@ def test_every_preset_can_be_read_and_says_where_it_comes_from() -> None:
             continue
         assert METHODS[kind].preset(name).name == kind
     assert {"balanced", "fast", "paper"} <= set(stored_names("nova"))
+    for name in METHODS.keys() - {"random_selection"}:  # a control, not a method to use
+        assert {"balanced", "fast"} <= set(stored_names(name)), name
     assert NOVA.preset("paper") == NOVA()
 
 
@@ -56,7 +58,8 @@ def test_the_decision_for_the_embedded_model() -> None:
     skip, uncond = read_decision(stored("decision", "clipart"))
     assert skip.classes == (0, 1, 2, 3)
     assert uncond is not None
-    assert SkipVAR.preset("clipart") == SkipVAR("clipart")
+    assert SkipVAR.preset("fast") == SkipVAR("clipart")
+    assert SkipVAR.preset("balanced") == SkipVAR("clipart-98")
 
 
 def test_toprovar_is_calibrated_for_the_embedded_model() -> None:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from nextscale.attention import attention
 from nextscale.checkpoints.load import set_dtype
-from nextscale.models.infinity import Infinity, InfinityBlock, InfinityConfig
+from nextscale.models.base import through
+from nextscale.models.infinity import Given, Infinity, InfinityBlock, InfinityConfig
 from nextscale.models.registry import Defaults, ModelSpec
 from nextscale.pipeline import Pipeline
 from nextscale.schedule import Schedule
@@ -112,9 +113,7 @@ def run_block(
     positions: Tensor,
     memory: Grouped,
 ) -> Tensor:
-    x = x + block.part("self", x, modulation, positions, memory, None)
-    x = x + block.ask_text(x, keys, text_mask)
-    return x + block.part("ffn", x, modulation, positions, memory, None)
+    return through(block, Infinity.parts, x, Given(modulation, *keys, text_mask), positions, memory)
 
 
 class Trainer:

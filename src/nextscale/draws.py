@@ -43,7 +43,7 @@ class PerImageDraws:
         self.seeds = list(seeds)
         self.generator = torch.Generator(device=device)
 
-    def _noise(self, like: Tensor, scale: int, images: Sequence[int], stream: str, fill: Fill) -> Tensor:
+    def noise(self, like: Tensor, scale: int, images: Sequence[int], stream: str, fill: Fill) -> Tensor:
         noise = torch.empty(like.shape, dtype=torch.float32, device=self.generator.device)
         for row, image in enumerate(images):
             key = f"{self.seeds[image]}/{scale}/{stream}".encode()
@@ -53,7 +53,7 @@ class PerImageDraws:
         return noise.to(like.device)
 
     def _exponential(self, like: Tensor, scale: int, images: Sequence[int], stream: str) -> Tensor:
-        return self._noise(like, scale, images, stream, Tensor.exponential_)
+        return self.noise(like, scale, images, stream, Tensor.exponential_)
 
     def categorical(self, probs: Tensor, scale: int, images: Sequence[int]) -> Tensor:
         # Exponential race: argmax(p / E) is a draw from p, and every cell owns its numbers.
@@ -63,7 +63,26 @@ class PerImageDraws:
         return -self._exponential(like, scale, images, "gumbel").log()
 
     def normal(self, like: Tensor, scale: int, images: Sequence[int], name: str) -> Tensor:
-        return self._noise(like, scale, images, f"normal {name}", Tensor.normal_)
+        return self.noise(like, scale, images, f"normal {name}", Tensor.normal_)
+
+
+class FixedDraws(PerImageDraws):
+    """Numbers that were drawn beforehand and lie at fixed places, where a captured scale reads them."""
+
+    def __init__(self, source: PerImageDraws) -> None:
+        self.source = source  # of the call at work
+        self.places: dict[tuple[int, str], tuple[Tensor, Fill]] = {}  # scale, stream
+
+    def noise(self, like: Tensor, scale: int, images: Sequence[int], stream: str, fill: Fill) -> Tensor:
+        if (scale, stream) not in self.places:
+            self.places[scale, stream] = self.source.noise(like, scale, images, stream, fill), fill
+        return self.places[scale, stream][0]
+
+    def refill(self, scale: int, images: Sequence[int]) -> None:
+        """With the numbers of another call."""
+        for (where, stream), (place, fill) in self.places.items():
+            if where == scale:
+                place.copy_(self.source.noise(place, scale, images, stream, fill))
 
 
 class OfficialDraws:

@@ -28,10 +28,22 @@ class LayerCache:
     def __init__(self, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.k = torch.zeros(rows, heads, 0, head_dim, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)
-        self.length = torch.zeros(rows, dtype=torch.long, device=device)  # entries of each row
-        self.used = 0  # slots that any row may occupy: an upper bound of `length` known to the host
-        self.ragged = False  # rows differ in length, so attention needs a mask
+        self.used = 0  # slots that any row may occupy
+        self.length: Tensor | None = None  # entries of each row, once rows differ: then attention needs a mask
         self.active: Tensor | None = None  # the rows at work in this scale; None = all
+
+    @classmethod
+    def over(cls, k: Tensor, v: Tensor) -> LayerCache:
+        """An empty cache in these places."""
+        rows, heads, _, head_dim = k.shape
+        cache = cls(rows, heads, head_dim, k.dtype, k.device)
+        cache.k, cache.v = k, v
+        return cache
+
+    @property
+    def lengths(self) -> Tensor:
+        """Entries of each row, [R]."""
+        return torch.full((len(self.k),), self.used) if self.length is None else self.length
 
     @property
     def nbytes(self) -> int:
@@ -43,9 +55,10 @@ class LayerCache:
         if missing > 0:
             self.k, self.v = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (self.k, self.v))
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Tensor | slice) -> None:
         """Forget all other rows for good: their image has stopped, or is no longer guided."""
-        self.k, self.v, self.length = self.k[rows], self.v[rows], self.length[rows]
+        self.k, self.v = self.k[rows], self.v[rows]
+        self.length = None if self.length is None else self.length[rows]
 
     def append(self, k: Tensor, v: Tensor, count: Tensor | None = None) -> None:
         """Write behind each row's own end."""
@@ -54,12 +67,11 @@ class LayerCache:
         # A CPU may look at the counts for nothing: rows without padding stay equally long, and need no mask.
         if count is not None and count.device.type == "cpu" and bool((count == new).all()):
             count = None
-        if self.active is not None or count is not None:
-            self.ragged = True
-        if not self.ragged:
+        if self.length is None and (self.active is not None or count is not None):
+            self.length = torch.full((len(self.k),), self.used, device=k.device)
+        if self.length is None:
             self.k[:, :, self.used : self.used + new] = k
             self.v[:, :, self.used : self.used + new] = v
-            self.length += new
         else:
             rows = torch.arange(len(self.length), device=k.device) if self.active is None else self.active
             slots = self.length[rows, None] + torch.arange(new, device=k.device)  # [R, K]
@@ -72,8 +84,9 @@ class LayerCache:
         """Keys and values of the rows at work, and a mask [R, 1, 1, S] if their lengths differ."""
         keys, values, length = self.k[:, :, : self.used], self.v[:, :, : self.used], self.length
         if self.active is not None:
-            keys, values, length = keys[self.active], values[self.active], length[self.active]
-        if not self.ragged:
+            keys, values = keys[self.active], values[self.active]
+            length = None if length is None else length[self.active]
+        if length is None:
             return keys, values, None
         return keys, values, (torch.arange(self.used, device=keys.device) < length[:, None])[:, None, None]
 

@@ -28,6 +28,8 @@ from nextscale.models.registry import EMBEDDED, ModelSpec
 from nextscale.progress import bar
 from nextscale.prompts import Prompts, read_labels, read_text
 from nextscale.run import cause_of_nan
+from nextscale.runtime import make_executor
+from nextscale.runtime.eager import Eager
 from nextscale.sampling import Sampling, read_forced
 from nextscale.schedule import Schedule, Size
 from nextscale.text.base import TextEncoder
@@ -59,8 +61,10 @@ class Pipeline:
         text_encoder: TextEncoder | None = None,
         progress_bar: bool | None = None,
         weight_files: Sequence[Path] = (),
+        runtime: str = "eager",
     ) -> None:
         self.backbone, self.tokenizer, self.spec = backbone, tokenizer, spec
+        self.executor = make_executor(runtime, self.device)
         self.text_encoder = text_encoder
         self.progress_bar = progress_bar  # None: only on a terminal
         self.weight_files = tuple(weight_files)  # where the weights were read; empty: they were never in files
@@ -79,6 +83,7 @@ class Pipeline:
         token: str | bool | None = None,
         local_files_only: bool = False,
         progress_bar: bool | None = None,
+        runtime: str = "eager",
         torch_dtype: torch.dtype | str | None = None,
         device_map: torch.device | str | None = None,
     ) -> Pipeline:
@@ -88,7 +93,8 @@ class Pipeline:
 
         `model` says which model the files are where their shapes leave a choice, `vae` where the tokenizer is if
         not beside them, `text_encoder` which T5 or Qwen2 to use. `dtype` is that of the matrix products (float32 unless
-        told); `torch_dtype` and `device_map` are other spellings of `dtype` and `device`.
+        told); `torch_dtype` and `device_map` are other spellings of `dtype` and `device`. `runtime` is "eager",
+        "compiled" or "graphs" (CUDA graphs: the first call of every size takes a minute, all others are fast).
         """
         hub = locate.Hub(revision, token, local_files_only)
         target = as_dtype(dtype or torch_dtype or torch.float32)
@@ -101,7 +107,7 @@ class Pipeline:
             options: dict[str, Any] = {"token": token, "local_files_only": local_files_only}
             name = encoder or plan.spec.text_encoder
             encoder = ENCODERS[plan.spec.family](str(name), backbone.config.text_length, device=where, **options)
-        return cls(backbone, tokenizer, plan.spec, encoder, progress_bar, plan.files)
+        return cls(backbone, tokenizer, plan.spec, encoder, progress_bar, plan.files, runtime)
 
     def __repr__(self) -> str:
         return f"Pipeline({self.spec.name}, dtype={name_of(self.dtype)}, device={self.device})"
@@ -120,6 +126,7 @@ class Pipeline:
         """Move the model, in place; as in torch, a dtype may come first."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
+        self.executor = make_executor(self.executor.name, self.device if device is None else as_device(device))
         for module in (self.backbone, self.tokenizer):
             if dtype is not None:
                 set_dtype(module, as_dtype(dtype))
@@ -208,7 +215,7 @@ class Pipeline:
             "model": self.spec.name,
             "dtype": name_of(self.dtype),
             "device": str(self.device),
-            "runtime": "eager",
+            "runtime": self.executor.name,
             "method": {"name": "none", "fields": {}} if method is None else method.to_dict(),
         }
         trace = Trace(Costs.of(self.backbone), schedule, prompts.traced(seeds), sampling.guided_until, header)
@@ -230,12 +237,13 @@ class Pipeline:
                 trace,
                 forced,
                 after,
+                self.executor,
             )
         run.release()
         wait_for(self.device)
         generated = time.perf_counter()
         features = run.features.clone()  # outside inference mode, so that users may write into it
-        images = features if output_type == "latent" else as_output(self.decode(features), output_type)
+        images = features if output_type == "latent" else as_output(self.decode(features, self.executor), output_type)
         wait_for(self.device)
         done = time.perf_counter()
         trace.seconds = {
@@ -260,10 +268,10 @@ class Pipeline:
         height, width = pixels.shape[2:]
         return self.tokenizer.encode(pixels.to(self.device), self.schedule(height, width)).tokens
 
-    def decode(self, features: Tensor) -> Tensor:
+    def decode(self, features: Tensor, executor: Eager | None = None) -> Tensor:
         """Feature maps [B, d, H, W] -> images [B, 3, H, W] in [-1, 1]."""
         with torch.autocast(self.device.type, enabled=False):
-            images = self.tokenizer.decode(features)
+            images = (executor or Eager()).decode(self.tokenizer, features)
         if not torch.isfinite(images).all():
             raise NextscaleError(
                 f"the decoded picture is not finite: {cause_of_nan(self.tokenizer, 'the feature map')}"

@@ -94,7 +94,8 @@ class Texts(Prompts):
                 features.update(zip(unique, pipe.encode_prompt(unique), strict=True))
             texts = texts or [features[p] for p in self.prompts or ()]
             negatives = negatives or ([features[p] for p in self.negatives] if self.negatives else None)
-        return TextCondition(self._each(texts), None if negatives is None else self._each(negatives))
+        unwanted = None if negatives is None else self._each(negatives)
+        return TextCondition(self._each(texts), unwanted, pipe.executor.text_slots)
 
     def _each(self, values: list[Any]) -> list[Any]:
         return [v for v in values for _ in range(self.repeat)]

@@ -79,7 +79,9 @@ class Run:
             tuple(i for i in self.rows.unconditional if actions[i] != "stop" and plan.guided[i]),
         )
         if left != self.rows:
-            index = _places(left, self.rows).to(self.features.device)
+            places = _places(left, self.rows)
+            first = places.tolist() == list(range(len(places)))  # nothing moves: unconditional rows left, at the end
+            index = slice(len(places)) if first else places.to(self.features.device)
             self.state = self.state.take(index)
             for cache in self.kv:
                 cache.keep_rows(index)
@@ -129,14 +131,13 @@ class Run:
             if scale.index + 1 < len(self.schedule):
                 self.stopped_after[image] = scale.index + 1
 
-    def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Backbone) -> None:
-        """Bad numbers would otherwise end as noise, or as a failed assertion of the sampler."""
-        if torch.isfinite(logits).all():
-            return
-        cause = "guidance_scale or temperature is too extreme"
-        if not torch.isfinite(raw).all():
-            cause = cause_of_nan(backbone, "prompt_embeds, the features")
-        raise NextscaleError(f"the logits of scale {scale.index + 1} are not finite: {cause}")
+
+def not_finite(raw: Tensor, scale: Scale, backbone: Backbone) -> NextscaleError:
+    """The logits of a scale are not; why?"""
+    cause = "guidance_scale or temperature is too extreme"
+    if not torch.isfinite(raw).all():
+        cause = cause_of_nan(backbone, "prompt_embeds, the features")
+    return NextscaleError(f"the logits of scale {scale.index + 1} are not finite: {cause}")
 
 
 def cause_of_nan(module: nn.Module, inputs: str) -> str:

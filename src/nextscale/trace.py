@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
@@ -37,6 +39,18 @@ class _Ran:
     chosen: list[dict[str, Selection | None]]  # per layer and part; None = all
     text_lengths: Tensor | None  # [R]
     context: int
+
+    @functools.cached_property
+    def counts(self) -> list[dict[str, list[int] | None]]:
+        """As `chosen`, the tokens of every row: read from the device at once, for a read costs more than a number."""
+        distinct = {id(c): c.count for parts in self.chosen for c in parts.values() if c is not None}
+        read = dict(zip(distinct, torch.stack(list(distinct.values())).tolist() if distinct else (), strict=True))
+        return [{p: None if c is None else read[id(c)] for p, c in parts.items()} for parts in self.chosen]
+
+    @functools.cached_property
+    def text_keys(self) -> list[int]:
+        """That cross-attention sees, of every row."""
+        return [0] * len(self.rows.all) if self.text_lengths is None else self.text_lengths.tolist()
 
 
 @dataclass(frozen=True)
@@ -116,14 +130,14 @@ class Trace:
             return entry, 0
         places = [row for row, owner in enumerate(record.rows.all) if owner == image]
         flops = len(places) * scale.tokens * self.costs.head
-        for layer, parts in enumerate(record.chosen):
-            kept = {p: scale.tokens if c is None else int(c.count[places[0]]) for p, c in parts.items()}
+        for layer, parts in enumerate(record.counts):
+            kept = {p: scale.tokens if c is None else c[places[0]] for p, c in parts.items()}
             cached[layer] += record.context + kept["self"]
             for part, count in kept.items():
                 for place in places:
                     keys = cached[layer]
-                    if part == "cross" and record.text_lengths is not None:
-                        keys = int(record.text_lengths[place])
+                    if part == "cross":
+                        keys = record.text_keys[place]
                     flops += self.costs.flops(part, record.context + count, keys)
             shown: dict[str, Any] = {
                 "layer": layer + 1,
@@ -180,9 +194,9 @@ class Trace:
     def _text_lengths(self, image: int) -> list[int]:
         """Text keys of the conditional and the unconditional row, as the first scale had them."""
         record = self.records.get(0)
-        if record is None or record.text_lengths is None:
+        if record is None:
             return [0, 0]
-        lengths = [int(record.text_lengths[r]) for r, owner in enumerate(record.rows.all) if owner == image]
+        lengths = [record.text_keys[r] for r, owner in enumerate(record.rows.all) if owner == image]
         return [lengths[0], lengths[-1]]
 
     def to_dict(self) -> dict[str, Any]:

@@ -78,10 +78,11 @@ def sweep(
     pixel_budget: Budget = None,
     quiet: Quiet = False,
 ) -> None:
-    """Quality against cost of many settings: table, curve, Pareto set, gain over truncation at equal cost."""
+    """Quality against cost of many settings: table, curve, Pareto set, gain over truncation at equal cost, presets."""
     from nextscale.analyze.style import require_matplotlib
     from nextscale.evaluate import session
     from nextscale.evaluate.curve import best, draw_curves
+    from nextscale.evaluate.presets import presets, write_presets
     from nextscale.evaluate.report import COSTS, Report
     from nextscale.evaluate.sweep import read_sweep
 
@@ -103,6 +104,8 @@ def sweep(
     qualities = ("scenes", "psnr", "perceptual") if bench.perceive else ("scenes", "psnr", "ssim")
     title = f"{bench.pipe.spec.name}, {len(bench.items)} pictures, {bench.pipe.device.type}"
     draw_curves(rows, plan.curves, out / "curve.png", cost, qualities, title)
+    where = f"nextscale eval sweep {name} --cost {cost}: {title}"
+    write_presets(out / "presets", presets(rows, asked, cost, bench.pipe.spec.name, where))
     _print(rows, bench, cost, others)
     typer.echo(f"Pareto set in PSNR: {', '.join(best(rows, cost, 'psnr'))}")
     typer.echo(f"wrote {out}")

@@ -53,8 +53,10 @@ def draw_curves(
                 continue
             at, y, low, high = zip(*points, strict=True)
             colour, mark = COLOURS[n % len(COLOURS)], MARKS[n % len(MARKS)]
+            again = n >= len(COLOURS)  # the second round has dashes and open marks
+            look = {"ls": "--" if again else "-", "mfc": "white" if again else colour}
             axes.fill_between(at, low, high, color=colour, alpha=0.12, lw=0)
-            axes.plot(at, y, marker=mark, color=colour, ms=5, lw=1.3, label=curve)
+            axes.plot(at, y, marker=mark, color=colour, ms=5, lw=1.3, label=curve, **look)
         axes.set(xlabel=LABELS[cost], ylabel=LABELS[quality], xscale="log")
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -62,7 +64,10 @@ def draw_curves(
         axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, lw=0.6)
-        if quality == "perceptual":
+        if quality == "perceptual":  # a ruined picture is a hundred times as far as a good one
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_formatter(NullFormatter())
             axes.invert_yaxis()  # better is up, as in the other panels
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)

@@ -16,6 +16,7 @@ from nextscale.schedule import Scale, Schedule, Size
 
 if TYPE_CHECKING:
     from nextscale.draws import Draws
+    from nextscale.models.layers import SelfAttention
     from nextscale.run import Rows
     from nextscale.sampling import Drawn
     from nextscale.tokenizers.base import ImageTokenizer
@@ -39,7 +40,17 @@ class State:
 
     text_lengths: Tensor | None = per_row()  # [R] keys that cross-attention sees; None without it
 
-    def take(self: S, rows: Tensor) -> S:
+    def tensors(self) -> list[Tensor]:
+        """All of them, in a fixed order."""
+
+        def walk(value: Any) -> list[Tensor]:
+            if isinstance(value, (list, tuple)):
+                return [t for v in value for t in walk(v)]
+            return [] if value is None else [value]
+
+        return [t for f in dataclasses.fields(self) for t in walk(getattr(self, f.name))]
+
+    def take(self: S, rows: Tensor | slice) -> S:
         """The same state for some of its rows."""
 
         def pick(value: Any) -> Any:
@@ -51,6 +62,43 @@ class State:
         return dataclasses.replace(self, **chosen)
 
 
+class Block(nn.Module, ABC):
+    """A layer. It is given what it reads of the state, so that one compiled function fits all layers."""
+
+    attn: SelfAttention
+
+    @abstractmethod
+    def ask(self, x: Tensor, given: Any, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [R, H, K, D] of the tokens x [R, K, C] for self-attention."""
+
+    @abstractmethod
+    def answer(self, seen: Tensor, given: Any) -> Tensor:
+        """What self-attention adds, after its gate, from what the queries have seen [R, H, K, D]."""
+
+    @abstractmethod
+    def part(self, name: str, x: Tensor, given: Any) -> Tensor:
+        """What another part adds, after its gate."""
+
+
+def through(
+    block: Block,
+    parts: Sequence[str],
+    x: Tensor,
+    given: Any,
+    positions: Tensor | None,
+    memory: Memory,
+    count: Tensor | None = None,
+) -> Tensor:
+    """Tokens x [R, K, C] through some parts of a layer; of each row the first `count` [R] are real."""
+    for part in parts:
+        if part == "self":
+            seen = memory.attend(*block.ask(x, given, positions), block.attn.softmax_scale, count)
+            x = x + block.answer(seen, given)
+        else:
+            x = x + block.part(part, x, given)
+    return x
+
+
 class Backbone(nn.Module, ABC):
     """A next-scale transformer. R rows = the conditional rows of all images, then the unconditional ones."""
 
@@ -58,6 +106,7 @@ class Backbone(nn.Module, ABC):
     prompts: ClassVar[str]  # what a condition is made of: "label" or "text"
     parts: ClassVar[tuple[str, ...]]  # the sub-layers of a block, in order; methods select tokens per part
     config: Any
+    blocks: Any  # a ModuleList of Block
     depth: int
     width: int
     heads: int
@@ -97,17 +146,8 @@ class Backbone(nn.Module, ABC):
         """Position data of every token, [1, N, ...], which follows the tokens that a method keeps."""
 
     @abstractmethod
-    def compute(
-        self,
-        state: Any,
-        layer: int,
-        part: str,
-        x: Tensor,
-        positions: Tensor | None,
-        memory: Memory,
-        count: Tensor | None = None,
-    ) -> Tensor:
-        """What `part` of block `layer` adds to the tokens x [R, K, C], after its gate."""
+    def given(self, state: Any, layer: int) -> Any:
+        """What block `layer` reads of the state."""
 
     @abstractmethod
     def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
@@ -154,7 +194,6 @@ class Backbone(nn.Module, ABC):
         positions = None if tables[0] is None else torch.cat([t for t in tables if t is not None], dim=1)
         context = x.shape[1] - schedule.tokens
         memory = BlockCausal(schedule, context)
-        for layer in range(self.depth):
-            for part in self.parts:
-                x = x + self.compute(state, layer, part, x, positions, memory)
+        for layer, block in enumerate(self.blocks):
+            x = through(block, self.parts, x, self.given(state, layer), positions, memory)
         return self.head(state, x[:, context:])

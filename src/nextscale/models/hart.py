@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from nextscale.draws import Draws
 from nextscale.guidance import combine, ramp
-from nextscale.kv import Memory
-from nextscale.models.base import Backbone, State, per_row
+from nextscale.models.base import Backbone, Block, State, per_row
 from nextscale.models.infinity import TextCondition
 from nextscale.models.layers import SelfAttention, head_logits, rotate_half
 from nextscale.models.residual_diffusion import ResidualDiffusion, SinusoidEmbedding
@@ -78,12 +77,25 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class HARTBlock(nn.Module):
+class HARTBlock(Block):
     def __init__(self, config: HARTConfig) -> None:
         super().__init__()
         self.norm = RMSNorm(config.width, config.eps)  # one weight for both parts
         self.attn = SelfAttention(config.width, config.heads, config.cosine_attention, rotate_half)
         self.mlp = GatedMLP(config.width, config.hidden)
+
+    def ask(self, x: Tensor, given: None, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attn.ask(self.norm(x).to(self.dtype), positions)
+
+    def answer(self, seen: Tensor, given: None) -> Tensor:
+        return self.attn.answer(seen).float()
+
+    def part(self, name: str, x: Tensor, given: None) -> Tensor:
+        return self.mlp(self.norm(x).to(self.dtype)).float()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.mlp.gate.weight.dtype
 
 
 class HART(Backbone):
@@ -175,20 +187,8 @@ class HART(Backbone):
             angle = (place[..., None] * rates).repeat(1, 1, 1, 2).flatten(2)
         return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
-    def compute(
-        self,
-        state: HARTState,
-        layer: int,
-        part: str,
-        x: Tensor,
-        positions: Tensor | None,
-        memory: Memory,
-        count: Tensor | None = None,
-    ) -> Tensor:
-        block: Any = self.blocks[layer]
-        h = block.norm(x).to(self.dtype)
-        added = block.attn(h, positions, memory, count) if part == "self" else block.mlp(h)
-        return added.float()
+    def given(self, state: HARTState, layer: int) -> None:
+        return None
 
     def head(self, state: HARTState, x: Tensor, codes: Tensor | None = None) -> Tensor:
         scale, shift = state.head_modulation[: len(x)].unbind(2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 from nextscale.attention import attention
 from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
-from nextscale.kv import Memory
 from nextscale.models.base import per_row, shared
 from nextscale.models.layers import MLP, Modulation, SelfAttention
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
@@ -46,6 +47,7 @@ class TextCondition:
 
     text: Sequence[Tensor]
     negative: Sequence[Tensor | None] | None = None  # None: the model's own unconditional text
+    slots: int = 1  # the prompts are padded to a multiple of it, so that fewer shapes occur
     places: Sequence[Tensor] | None = None  # HART: the position of every slot of `text`; None = counted
 
 
@@ -54,6 +56,15 @@ class InfinityState(ModulatedState):
     text_keys: list[tuple[Tensor, Tensor]] = per_row()  # per block k, v [R, H, T, D]
     text_mask: Tensor | None = per_row()  # [R, 1, 1, T], None when no row is padded
     rotary: Tensor = shared()  # [1, all tokens, D/2, 2]
+
+
+class Given(NamedTuple):
+    """What a block reads."""
+
+    modulation: Tensor  # [R, 1, 6, C]
+    keys: Tensor  # of the text, [R, H, T, D]
+    values: Tensor
+    mask: Tensor | None  # [R, 1, 1, T]
 
 
 class TextAttention(nn.Module):
@@ -101,12 +112,21 @@ class InfinityBlock(ModulatedBlock):
         self.mlp = MLP(width, config.hidden)
         self.offset = nn.Parameter(torch.zeros(1, 1, 6, width))
 
-    def ask_text(self, x: Tensor, text_keys: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """What cross-attention adds."""
-        return self.cross(self.cross_norm(x).to(self.dtype), *text_keys, mask).float()
+    def ask(self, x: Tensor, given: Given, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return super().ask(x, given.modulation, positions)
+
+    def answer(self, seen: Tensor, given: Given) -> Tensor:
+        return super().answer(seen, given.modulation)
+
+    def part(self, name: str, x: Tensor, given: Given) -> Tensor:
+        if name != "cross":
+            return super().part(name, x, given.modulation)
+        return self.cross(self.cross_norm(x).to(self.dtype), given.keys, given.values, given.mask).float()
 
 
-def rotary_table(head_dim: int, schedule: Schedule) -> Tensor:
+@functools.lru_cache(maxsize=4)  # copying it to a GPU takes longer than the first scales
+@torch.inference_mode(False)
+def rotary_table(head_dim: int, schedule: Schedule, device: torch.device) -> Tensor:
     """cos and sin for every token of a schedule, [tokens, head_dim / 2, 2].
 
     Cells of a small grid sit at the nearest cell of the frame, which is the full-size grid of the same
@@ -126,7 +146,7 @@ def rotary_table(head_dim: int, schedule: Schedule) -> Tensor:
         return torch.cat((rows, columns), dim=-1).flatten(0, 1)
 
     angle = torch.cat([grid_angles(grid) for grid in schedule.grids])
-    return torch.stack((angle.cos(), angle.sin()), dim=-1)
+    return torch.stack((angle.cos(), angle.sin()), dim=-1).to(device)
 
 
 class Infinity(ModulatedBackbone):
@@ -181,8 +201,9 @@ class Infinity(ModulatedBackbone):
         rows = self.text_rows(condition, guided)
         lengths = torch.tensor([len(t) for t in rows], device=self.device)
         text = nn.utils.rnn.pad_sequence([t.float() for t in rows], batch_first=True)
+        text = F.pad(text, (0, 0, 0, -text.shape[1] % condition.slots))
         mask = None
-        if len({len(t) for t in rows}) > 1:
+        if {len(t) for t in rows} != {text.shape[1]}:
             mask = (torch.arange(text.shape[1], device=self.device) < lengths[:, None])[:, None, None]
         return text, lengths, mask
 
@@ -205,7 +226,7 @@ class Infinity(ModulatedBackbone):
             head_modulation=self.head_modulation(c),
             text_keys=[b.cross.keys(memory) for b in self.blocks],
             text_mask=mask,
-            rotary=rotary_table(self.head_dim, schedule).to(self.device)[None],
+            rotary=rotary_table(self.head_dim, schedule, self.device)[None],
         )
 
     def embed(self, state: InfinityState, inputs: Tensor | None, scale: Scale) -> Tensor:
@@ -218,19 +239,8 @@ class Infinity(ModulatedBackbone):
     def positions(self, state: InfinityState, scale: Scale) -> Tensor:
         return state.rotary[:, scale.start : scale.start + scale.tokens]
 
-    def compute(
-        self,
-        state: InfinityState,
-        layer: int,
-        part: str,
-        x: Tensor,
-        positions: Tensor | None,
-        memory: Memory,
-        count: Tensor | None = None,
-    ) -> Tensor:
-        if part != "cross":
-            return super().compute(state, layer, part, x, positions, memory, count)
-        return self.blocks[layer].ask_text(x, state.text_keys[layer], state.text_mask)
+    def given(self, state: InfinityState, layer: int) -> Given:
+        return Given(state.modulation[layer], *state.text_keys[layer], state.text_mask)
 
     def schedule(self, size: Size, stride: int) -> Schedule:
         if size.height is None and size.width is None:

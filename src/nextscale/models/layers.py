@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.kv import Memory
-
 MAX_LOG_SCALE = math.log(100)
 
 
@@ -78,14 +76,18 @@ class SelfAttention(nn.Module):
         self.log_scale = nn.Parameter(torch.full((1, heads, 1, 1), math.log(4))) if cosine else None
         self.softmax_scale = 1.0 if cosine else 0.25 / math.sqrt(width // heads)
 
-    def forward(self, x: Tensor, positions: Tensor | None, memory: Memory, count: Tensor | None) -> Tensor:
+    def ask(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [R, H, K, D] of x [R, K, C]."""
         bias = torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
         qkv = F.linear(x, self.qkv.weight, bias).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [R, H, K, D]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if self.log_scale is not None:
             q = F.normalize(q.float(), dim=-1).mul(self.log_scale.clamp_max(MAX_LOG_SCALE).exp())
             k = F.normalize(k.float(), dim=-1)
         if positions is not None:
             q, k = self.rotate(q.float(), positions), self.rotate(k.float(), positions)
-        out = memory.attend(q.to(v.dtype), k.to(v.dtype), v, self.softmax_scale, count)
-        return self.proj(out.transpose(1, 2).flatten(2))
+        return q.to(v.dtype), k.to(v.dtype), v
+
+    def answer(self, seen: Tensor) -> Tensor:
+        """What was seen [R, H, K, D] -> [R, K, C]."""
+        return self.proj(seen.transpose(1, 2).flatten(2))

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nextscale.kv import Memory
-from nextscale.models.base import Backbone, State, per_row
-from nextscale.models.layers import MLP, SelfAttention, head_logits, modulated_norm
+from nextscale.models.base import Backbone, Block, State, per_row
+from nextscale.models.layers import MLP, head_logits, modulated_norm
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,9 @@ class ModulatedState(State):
     head_modulation: Tensor = per_row()  # [R, 1, 2, C]
 
 
-class ModulatedBlock(nn.Module):
-    """Self-attention and MLP. It is given its layer's part of the state, so that one compiled function fits all."""
+class ModulatedBlock(Block):
+    """Self-attention and MLP; it is given its modulation [R, 1, 6, C]."""
 
-    attn: SelfAttention
     mlp: MLP
 
     def __init__(self, eps: float) -> None:
@@ -34,20 +32,19 @@ class ModulatedBlock(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.mlp.fc1.weight.dtype
 
-    def part(
-        self, name: str, x: Tensor, modulation: Tensor, positions: Tensor | None, memory: Memory, count: Tensor | None
-    ) -> Tensor:
-        """What the part adds to x [R, K, C], after its gate; modulation is [R, 1, 6, C]."""
-        gamma1, gamma2, scale1, scale2, shift1, shift2 = modulation.unbind(2)
-        if name == "self":
-            h = modulated_norm(x, scale1, shift1, self.eps).to(self.dtype)
-            return self.attn(h, positions, memory, count).mul(gamma1)
-        h = modulated_norm(x, scale2, shift2, self.eps).to(self.dtype)
-        return self.mlp(h).mul(gamma2)
+    def ask(self, x: Tensor, given: Any, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        _, _, scale, _, shift, _ = given.unbind(2)
+        return self.attn.ask(modulated_norm(x, scale, shift, self.eps).to(self.dtype), positions)
+
+    def answer(self, seen: Tensor, given: Any) -> Tensor:
+        return self.attn.answer(seen).mul(given[:, :, 0])
+
+    def part(self, name: str, x: Tensor, given: Any) -> Tensor:
+        _, gamma, _, scale, _, shift = given.unbind(2)
+        return self.mlp(modulated_norm(x, scale, shift, self.eps).to(self.dtype)).mul(gamma)
 
 
 class ModulatedBackbone(Backbone):
-    blocks: Any  # of ModulatedBlock
     word_embed: Any
     head_linear: Any
 
@@ -55,17 +52,8 @@ class ModulatedBackbone(Backbone):
     def dtype(self) -> torch.dtype:
         return self.word_embed.weight.dtype
 
-    def compute(
-        self,
-        state: Any,
-        layer: int,
-        part: str,
-        x: Tensor,
-        positions: Tensor | None,
-        memory: Memory,
-        count: Tensor | None = None,
-    ) -> Tensor:
-        return self.blocks[layer].part(part, x, state.modulation[layer], positions, memory, count)
+    def given(self, state: Any, layer: int) -> Any:
+        return state.modulation[layer]
 
     def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         scale, shift = state.head_modulation[: len(x)].unbind(2)

@@ -3,37 +3,117 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nextscale.attention import fresh_shapes
+from nextscale.draws import Draws
 from nextscale.guidance import combine, combine_inside
 from nextscale.kv import LayerCache, Memory, WatchedCache
 from nextscale.methods.base import Policy, ScalePlan, Stats
 from nextscale.methods.selection import Selection, gather
-from nextscale.models.base import Backbone
-from nextscale.run import Rows
-from nextscale.schedule import Scale
+from nextscale.models.base import Backbone, through
+from nextscale.run import Rows, Run, not_finite
+from nextscale.sampling import Sampling, sample
+from nextscale.schedule import Scale, Schedule
+from nextscale.tokenizers.base import ImageTokenizer
+
+
+@dataclass(frozen=True)
+class Work:
+    """What stays the same in a call."""
+
+    backbone: Backbone
+    tokenizer: ImageTokenizer
+    schedule: Schedule
+    sampling: Sampling
+    policy: Policy
+    draws: Draws
+    forced: Sequence[Tensor] = ()  # tokens of the first scales that the user gives, [B, ...]
+
+    @property
+    def guide_after(self) -> list[int]:
+        """Blocks after which guidance is applied inside the transformer."""
+        return [self.backbone.depth + layer for layer in self.sampling.guidance_layers if layer < 0]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a scale made of the images that ran it."""
+
+    features: Tensor  # [b, d, H, W]
+    tokens: Tensor  # [b, N] indices or [b, N, d] bits
+    logits: Tensor  # guided, before top-k and top-p
+    raw: Tensor  # logits of every row, before temperature and guidance
+    hidden: Tensor  # output of the last block, [R, N, C]
+    stats: Stats
 
 
 class Eager:
     name = "eager"
+    text_slots = 1  # prompts are padded to a multiple of it
+    through = staticmethod(through)
+
+    def open(self, work: Work, run: Run) -> None:
+        """A call begins."""
+
+    def close(self, work: Work) -> None:
+        """All its scales have been run."""
+
+    def reset(self) -> None:
+        """The model was moved or changed: forget what was made for it."""
+
+    def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
+        """Maps [B, d, H, W] -> pictures [B, 3, H, W] in [-1, 1]."""
+        return tokenizer.decode(features)
+
+    def run_scale(
+        self,
+        work: Work,
+        scale: Scale,
+        plan: ScalePlan,
+        rows: Rows,
+        state: Any,
+        features: Tensor,
+        kv: Sequence[LayerCache],
+    ) -> Step:
+        """From the maps so far [b, d, H, W] of the images that run to those with this scale in them."""
+        backbone, tokenizer, sampling, policy = work.backbone, work.tokenizer, work.sampling, work.policy
+        weight = sampling.guidance[scale.index]
+        before = rows.spread(tokenizer.inputs(features, scale)) if scale.index else None
+        x = backbone.embed(state, before, scale)
+        x, stats = self.run_blocks(work, scale, plan, rows, state, x, kv, weight)
+        x, cell_weight = policy.complete(x, stats)
+        raw = backbone.head(state, x)
+        on_logits = weight if 0 in sampling.guidance_layers else 1.0
+        logits = combine(raw.mul(1 / sampling.temperature[scale.index]), rows.images, rows.guided, on_logits)
+        self.require_finite(raw, logits, scale, backbone)
+        policy.end_scale(x, raw, logits, stats)
+        target = work.forced[scale.index][list(rows.which)] if scale.index < len(work.forced) else None
+        drawn = sample(logits, scale, sampling, work.draws, rows.which, tokenizer, target)
+        codes = drawn.codes
+        if scale.index == len(work.schedule) - 1:
+            codes = backbone.finish(state, x, drawn, tokenizer, rows, weight, work.draws)
+        codes = codes if cell_weight is None else codes * cell_weight[..., None]
+        return Step(tokenizer.add(features, codes, scale, work.schedule), drawn.tokens, logits, raw, x, stats)
 
     def run_blocks(
         self,
-        backbone: Backbone,
-        state: Any,
-        x: Tensor,
+        work: Work,
         scale: Scale,
         plan: ScalePlan,
-        policy: Policy,
         rows: Rows,
+        state: Any,
+        x: Tensor,
         kv: Sequence[LayerCache],
         weight: float,
-        guide_after: Sequence[int],
     ) -> tuple[Tensor, Stats]:
         """x [R, N, C] through all blocks; guidance of this `weight` is also applied after some of them."""
+        backbone, policy = work.backbone, work.policy
 
         def lens(hidden: Tensor, guided: bool, codes: Tensor | None = None) -> Tensor:
             """The model's own head on a state between two layers."""
@@ -45,7 +125,8 @@ class Eager:
         positions = backbone.positions(state, scale)
         # Context tokens stand in front of the first scale: they are always computed, and methods do not see them.
         stats.context = before = x.shape[1] - scale.tokens
-        for layer in range(backbone.depth):
+        for layer, block in enumerate(backbone.blocks):
+            given = backbone.given(state, layer)
             memory: Memory = kv[layer]
             if "attention_entropy" in plan.needs:
                 memory = WatchedCache(kv[layer], rows.images)
@@ -54,18 +135,22 @@ class Eager:
                 chosen = policy.select(layer, group, x[:, before:], stats)
                 count = None if chosen is None else chosen.count + before
                 places = None if positions is None else behind(positions, before, chosen)
-                y = behind(x, before, chosen)
-                for part in group:
-                    y = y + backbone.compute(state, layer, part, y, places, memory, count)
-                    taken[part] = chosen
+                with nullcontext() if chosen is None else fresh_shapes(x.device):
+                    y = self.through(block, group, behind(x, before, chosen), given, places, memory, count)
+                taken.update(dict.fromkeys(group, chosen))
                 filled = policy.fill(layer, group, x[:, before:], chosen, y[:, before:], stats)
                 x = torch.cat((y[:, :before], filled), dim=1) if before else filled
-            if layer in guide_after:
+            if layer in work.guide_after:
                 x = combine_inside(x, rows.images, rows.guided, weight)
             stats.chosen.append(taken)
             if isinstance(memory, WatchedCache):
                 stats.attention_entropy.append(memory.entropy[:, before:])
         return x[:, before:], stats
+
+    def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Backbone) -> None:
+        """Bad numbers would otherwise end as noise, or as a failed assertion of the sampler."""
+        if not torch.isfinite(logits).all():
+            raise not_finite(raw, scale, backbone)
 
 
 def behind(x: Tensor, before: int, chosen: Selection | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from nextscale.errors import NextscaleError
 from nextscale.schedule import Scale, Schedule
+from nextscale.tokenizers.autoencoder import Decoder
 
 
 @dataclass
@@ -26,6 +28,7 @@ class ImageTokenizer(nn.Module, ABC):
     """Scales are those of the transformer; a tokenizer that packs 2 x 2 cells into a token does so inside."""
 
     config: Any
+    decoder: Decoder
     stride: int  # pixels per token side
     fold: int = 1  # pixels per side of the largest map of the decoder
 
@@ -101,5 +104,5 @@ class ImageTokenizer(nn.Module, ABC):
         return result
 
     @abstractmethod
-    def decode(self, features: Tensor) -> Tensor:
-        """Feature map -> images [B, 3, H, W] in [-1, 1]."""
+    def decode(self, features: Tensor, decoder: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Feature map -> images [B, 3, H, W] in [-1, 1]; `decoder` may stand in for the tokenizer's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,8 +81,8 @@ class BSQTokenizer(ImageTokenizer):
         return self.from_map((z > 0).float()).to(torch.uint8)
 
     @torch.no_grad()
-    def decode(self, features: Tensor) -> Tensor:
-        return self.decoder(features.to(self.dtype)).float().clamp(-1, 1)
+    def decode(self, features: Tensor, decoder: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        return (self.decoder if decoder is None else decoder)(features.to(self.dtype)).float().clamp(-1, 1)
 
 
 def resize(x: Tensor, grid: Grid) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +110,6 @@ class VQTokenizer(ImageTokenizer):
         return self.nearest(z.flatten(2).transpose(1, 2))
 
     @torch.no_grad()
-    def decode(self, features: Tensor) -> Tensor:
+    def decode(self, features: Tensor, decoder: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         z = self.post_quant_conv(features)
-        return self.decoder(z.to(self.dtype)).float().clamp(-1, 1)
+        return (self.decoder if decoder is None else decoder)(z.to(self.dtype)).float().clamp(-1, 1)

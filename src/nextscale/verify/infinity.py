@@ -183,7 +183,7 @@ def _teacher_forced(case: Case, run: RecordedRun, maps: list[Tensor]) -> None:
 
 
 def _rotary(case: Case) -> None:
-    table = rotary_table(case.backbone.head_dim, case.schedule)
+    table = rotary_table(case.backbone.head_dim, case.schedule, case.backbone.device)
     case.recorded.compare("rope.cos", table[..., 0])
     case.recorded.compare("rope.sin", table[..., 1])
 
