@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from conftest import BUNDLED, ask, same_tokens
+from nextscale import DropGuidance, Truncate
+from nextscale.errors import NextscaleError
+from nextscale.runtime import make_executor
 from nextscale.testing import tiny_infinity, tiny_var
 from nextscale.verify import verify
 from test_loop import test_ragged_selections_in_a_batch_equal_single_runs as check_ragged
@@ -66,3 +69,36 @@ def test_seeds_on_the_gpu(make) -> None:
     on_cpu = ask(make(), 3, generator=torch.Generator().manual_seed(1), seed=None)
     on_gpu = ask(pipe, 3, generator=torch.Generator().manual_seed(1), seed=None)
     assert all(torch.equal(a, b.cpu()) for a, b in zip(on_cpu.tokens, on_gpu.tokens, strict=True))
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_graphs_give_the_tokens_of_eager(make) -> None:
+    """Two calls each, so that the second one replays what the first one captured, with other seeds and prompts."""
+    pipe, other = make().to("cuda"), make().to("cuda")
+    other.executor = make_executor("graphs", other.device)
+    for first in (0, 2, 0):
+        assert same_tokens(ask(pipe, 2, first=first), ask(other, 2, first=first))
+    for method in (DropGuidance(3), Truncate(1), METHODS["nova"]):
+        for first in (0, 2):
+            expected, found = (ask(p, 2, first=first, method=method) for p in (pipe, other))
+            assert same_tokens(expected, found), method
+            assert expected.trace.to_dict()["images"] == found.trace.to_dict()["images"]
+    assert other.executor.program.graphs, "something was captured"
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_decoder_of_graphs(make) -> None:
+    pipe, other = make().to("cuda"), make().to("cuda")
+    other.executor = make_executor("graphs", other.device)
+    a, b = (ask(p, 1, output_type="pt").images for p in (pipe, other))
+    assert (a - b).abs().max() < 1e-3
+
+
+def test_graphs_notice_weights_that_are_not_finite() -> None:
+    pipe = tiny_infinity().to("cuda")
+    pipe.executor = make_executor("graphs", pipe.device)
+    ask(pipe, 1)
+    with torch.no_grad():
+        pipe.backbone.blocks[1].mlp.fc1.weight[0, 0] = float("nan")
+    with pytest.raises(NextscaleError, match=r"logits of scale 1 are not finite: the weights of blocks\.1\.mlp"):
+        ask(pipe, 1)

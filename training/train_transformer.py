@@ -23,6 +23,7 @@ from nextscale.attention import attention
 from nextscale.checkpoints.load import set_dtype
 from nextscale.models.base import through
 from nextscale.models.infinity import Given, Infinity, InfinityBlock, InfinityConfig
+from nextscale.models.layers import SelfAttention
 from nextscale.models.registry import Defaults, ModelSpec
 from nextscale.pipeline import Pipeline
 from nextscale.schedule import Schedule
@@ -97,8 +98,9 @@ class Grouped:
         level = torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(spans[:MASKED])]).to(where)
         self.mask = (level[:, None] >= level)[None, None]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
-        n = self.first
+    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
+        q, k, v = attn.split(qkv, positions)
+        n, scale = self.first, attn.softmax_scale
         parts = [attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], scale, self.mask)]
         parts += [attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], scale) for a, b in self.later]
         return torch.cat(parts, dim=2)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from nextscale.attention import attention
 from nextscale.entropy import attention_entropy
+from nextscale.kernels.keys import split_and_store, stores
 from nextscale.schedule import Schedule
+
+if TYPE_CHECKING:
+    from nextscale.models.layers import SelfAttention
 
 
 class Memory(Protocol):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
-        """Attention of new tokens [R, H, K, D], of which the first `count` [R] are real, over all that is visible."""
+    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
+        """Attention of new tokens [R, K, 3, H, D], of which the first `count` [R] are real, over all that is visible:
+        [R, H, K, D]."""
         ...
 
 
@@ -90,8 +95,22 @@ class LayerCache:
             return keys, values, None
         return keys, values, (torch.arange(self.used, device=keys.device) < length[:, None])[:, None, None]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
+    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
+        return self.attend(self.store(attn, qkv, positions, count), attn.softmax_scale)
+
+    def store(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
+        """Keys and values of new tokens; their queries [R, H, K, D] are left."""
+        plain = self.length is None and self.active is None and count is None
+        if plain and stores(attn, qkv, positions):
+            self.reserve(qkv.shape[1])
+            q = split_and_store(attn, qkv, positions, self.k, self.v, self.used)
+            self.used += qkv.shape[1]
+            return q
+        q, k, v = attn.split(qkv, positions)
         self.append(k, v, count)
+        return q
+
+    def attend(self, q: Tensor, scale: float) -> Tensor:
         keys, values, mask = self.visible()
         return attention(q, keys, values, scale, mask)
 
@@ -103,12 +122,12 @@ class WatchedCache:
         self.cache, self.rows = cache, rows  # only the first rows are watched
         self.entropy: Tensor
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
-        out = self.cache.attend(q, k, v, scale, count)
+    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
+        q, scale = self.cache.store(attn, qkv, positions, count), attn.softmax_scale
         keys, _, mask = self.cache.visible()
         seen = None if mask is None else mask[: self.rows]
         self.entropy = attention_entropy(q[: self.rows], keys[: self.rows], scale, seen)
-        return out
+        return self.cache.attend(q, scale)
 
 
 class BlockCausal:
@@ -119,7 +138,9 @@ class BlockCausal:
         ends = [context + s.start + s.tokens for s in schedule]
         self.spans = list(zip([0, *ends], ends, strict=False))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, count: Tensor | None = None) -> Tensor:
+    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
+        q, k, v = attn.split(qkv, positions)
+        scale = attn.softmax_scale
         # One unmasked call per scale reads no key twice more than it must and needs no L x L mask.
         parts = [attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], scale) for a, b in self.spans]
         return torch.cat(parts, dim=2)

@@ -62,9 +62,9 @@ def generate(
     executor = executor or Eager()
     guided = sampling.guided_until > 0
     work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced)
-    run = Run(
-        backbone, backbone.begin(condition, schedule, guided), tokenizer.blank(images, schedule), schedule, guided
-    )
+    state = backbone.begin(condition, schedule, guided)
+    run = Run(backbone, state, tokenizer.blank(images, schedule), schedule, guided)
+    executor.open(work, run)
     expected = policy.expected_tokens()
     run.reserve(backbone.context + expected if expected else 0)
     for scale in schedule:

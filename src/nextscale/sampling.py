@@ -83,6 +83,9 @@ class Drawn:
 
 def keep_top(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Everything outside the top k, then outside the nucleus, becomes -inf; ties with the k-th stay."""
+    if logits.shape[-1] == 2 and top_k != 1:  # a bit needs no sorting: only the less likely value can be outside
+        unlikely = (logits.softmax(dim=-1) <= 1 - top_p) & (logits < logits.amax(dim=-1, keepdim=True))
+        return logits.masked_fill(unlikely, -torch.inf) if top_p else logits
     if top_k:
         lowest = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values.amin(dim=-1, keepdim=True)
         logits = logits.masked_fill(logits < lowest, -torch.inf)

@@ -68,8 +68,8 @@ class Block(nn.Module, ABC):
     attn: SelfAttention
 
     @abstractmethod
-    def ask(self, x: Tensor, given: Any, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [R, H, K, D] of the tokens x [R, K, C] for self-attention."""
+    def ask(self, x: Tensor, given: Any) -> Tensor:
+        """Queries, keys and values [R, K, 3, H, D] of the tokens x [R, K, C], as `attn.split` reads them."""
 
     @abstractmethod
     def answer(self, seen: Tensor, given: Any) -> Tensor:
@@ -92,7 +92,7 @@ def through(
     """Tokens x [R, K, C] through some parts of a layer; of each row the first `count` [R] are real."""
     for part in parts:
         if part == "self":
-            seen = memory.attend(*block.ask(x, given, positions), block.attn.softmax_scale, count)
+            seen = memory.see(block.attn, block.ask(x, given), positions, count)
             x = x + block.answer(seen, given)
         else:
             x = x + block.part(part, x, given)

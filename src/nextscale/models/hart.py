@@ -84,8 +84,8 @@ class HARTBlock(Block):
         self.attn = SelfAttention(config.width, config.heads, config.cosine_attention, rotate_half)
         self.mlp = GatedMLP(config.width, config.hidden)
 
-    def ask(self, x: Tensor, given: None, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self.attn.ask(self.norm(x).to(self.dtype), positions)
+    def ask(self, x: Tensor, given: None) -> Tensor:
+        return self.attn.ask(self.norm(x).to(self.dtype))
 
     def answer(self, seen: Tensor, given: None) -> Tensor:
         return self.attn.answer(seen).float()

@@ -112,8 +112,8 @@ class InfinityBlock(ModulatedBlock):
         self.mlp = MLP(width, config.hidden)
         self.offset = nn.Parameter(torch.zeros(1, 1, 6, width))
 
-    def ask(self, x: Tensor, given: Given, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return super().ask(x, given.modulation, positions)
+    def ask(self, x: Tensor, given: Given) -> Tensor:
+        return super().ask(x, given.modulation)
 
     def answer(self, seen: Tensor, given: Given) -> Tensor:
         return super().answer(seen, given.modulation)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nextscale.kernels.gelu import linear_gelu
+
 MAX_LOG_SCALE = math.log(100)
 
 
@@ -44,10 +46,10 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return self.fc2(linear_gelu(x, self.fc1.weight, self.fc1.bias))
 
 
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, positions: Tensor) -> Tensor:
     """Rotary embedding of adjacent pairs. x [R, H, K, D], positions [1 or R, K, D/2, 2] = (cos, sin)."""
     cos, sin = positions.unsqueeze(1).unbind(-1)
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
@@ -65,7 +67,7 @@ class SelfAttention(nn.Module):
     """Cosine attention with a learned scale per head, or plain attention with VAR's softer scale."""
 
     def __init__(
-        self, width: int, heads: int, cosine: bool, rotate: Callable[[Tensor, Tensor], Tensor] = rotate
+        self, width: int, heads: int, cosine: bool, rotate: Callable[[Tensor, Tensor], Tensor] = rotate_pairs
     ) -> None:
         super().__init__()
         self.heads, self.rotate = heads, rotate
@@ -74,12 +76,16 @@ class SelfAttention(nn.Module):
         self.v_bias = nn.Parameter(torch.zeros(width))
         self.proj = nn.Linear(width, width)
         self.log_scale = nn.Parameter(torch.full((1, heads, 1, 1), math.log(4))) if cosine else None
+        self.pairs = rotate is rotate_pairs
         self.softmax_scale = 1.0 if cosine else 0.25 / math.sqrt(width // heads)
 
-    def ask(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [R, H, K, D] of x [R, K, C]."""
+    def ask(self, x: Tensor) -> Tensor:
+        """Queries, keys and values side by side, [R, K, 3, H, D] of x [R, K, C]."""
         bias = torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
-        qkv = F.linear(x, self.qkv.weight, bias).unflatten(-1, (3, self.heads, -1))
+        return F.linear(x, self.qkv.weight, bias).unflatten(-1, (3, self.heads, -1))
+
+    def split(self, qkv: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Each [R, H, K, D]; queries and keys normalised and turned to their positions."""
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if self.log_scale is not None:
             q = F.normalize(q.float(), dim=-1).mul(self.log_scale.clamp_max(MAX_LOG_SCALE).exp())

@@ -32,9 +32,9 @@ class ModulatedBlock(Block):
     def dtype(self) -> torch.dtype:
         return self.mlp.fc1.weight.dtype
 
-    def ask(self, x: Tensor, given: Any, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def ask(self, x: Tensor, given: Any) -> Tensor:
         _, _, scale, _, shift, _ = given.unbind(2)
-        return self.attn.ask(modulated_norm(x, scale, shift, self.eps).to(self.dtype), positions)
+        return self.attn.ask(modulated_norm(x, scale, shift, self.eps).to(self.dtype))
 
     def answer(self, seen: Tensor, given: Any) -> Tensor:
         return self.attn.answer(seen).mul(given[:, :, 0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from nextscale.kv import Memory
 from nextscale.models.base import Block
-from nextscale.runtime.decoder import for_gpu
+from nextscale.runtime.decoder import GPUDecoder
 from nextscale.runtime.eager import Eager
 from nextscale.tokenizers.base import ImageTokenizer
 
 
-def ask(block: Block, x: Tensor, given: Any, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return block.ask(x, given, positions)
+def ask(block: Block, x: Tensor, given: Any) -> Tensor:
+    return block.ask(x, given)
 
 
 def rest(block: Block, parts: Sequence[str], x: Tensor, seen: Tensor | None, given: Any) -> Tensor:
@@ -35,16 +35,14 @@ class Compiled(Eager):
         # Blocks of one class share their code: torch treats their weights as inputs.
         self.ask = torch.compile(ask, backend=backend, fullgraph=True)
         self.rest = torch.compile(rest, backend=backend, fullgraph=True)
-        self.backend = backend
-        self.decoder: Callable[[Tensor], Tensor] | None = None
+        self.decoder: GPUDecoder | None = None
 
     def reset(self) -> None:
         self.decoder = None
 
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
         if self.decoder is None:
-            self.decoder = torch.compile(for_gpu(tokenizer.decoder), backend=self.backend, dynamic=False)
-        features = features.contiguous(memory_format=torch.channels_last)
+            self.decoder = GPUDecoder(tokenizer.decoder)
         return tokenizer.decode(features, self.decoder)
 
     def through(
@@ -57,16 +55,15 @@ class Compiled(Eager):
         memory: Memory,
         count: Tensor | None = None,
     ) -> Tensor:
-        _any_number(1, x, positions)
+        _any_number(1, x)
         if parts[0] != "self":
             return self.rest(block, parts, x, None, given)
-        seen = memory.attend(*self.ask(block, x, given, positions), block.attn.softmax_scale, count)
+        seen = memory.see(block.attn, self.ask(block, x, given), positions, count)
         _any_number(2, seen)
         return self.rest(block, parts[1:], x, seen, given)
 
 
-def _any_number(dim: int, *tensors: Tensor | None) -> None:
+def _any_number(dim: int, tensor: Tensor) -> None:
     """No code of its own for every number of tokens; torch always gives 1 its own."""
-    for tensor in tensors:
-        if tensor is not None and tensor.shape[dim] > 1:
-            torch._dynamo.mark_dynamic(tensor, dim)
+    if tensor.shape[dim] > 1:
+        torch._dynamo.mark_dynamic(tensor, dim)

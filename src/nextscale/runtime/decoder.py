@@ -1,42 +1,80 @@
-"""The same decoder for a GPU: channels last, compiled, and enlarging with four ninths of the arithmetic."""
+"""The same decoder for a GPU: channels last, fewer passes over the maps, four ninths of the arithmetic to enlarge."""
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from nextscale.tokenizers.autoencoder import Decoder, Upsample
+from nextscale.kernels.norm import group_norm, join
+from nextscale.tokenizers.autoencoder import Decoder, Level, ResidualBlock
 
 # Of the 3 taps of a convolution over a doubled line, those that fall on one cell: row k is tap k of the 4 taps of a
 # transposed convolution of stride 2.
 TAPS = ((0, 0, 1), (0, 1, 1), (1, 1, 0), (1, 0, 0))
 
 
-class Doubled(nn.Module):
-    """Nearest x 2 followed by 3 x 3 convolution, as one transposed convolution."""
-
-    weight: Tensor
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        taps = torch.tensor(TAPS, dtype=torch.float64, device=conv.weight.device)
-        weight = torch.einsum("ku,oiuv,lv->iokl", taps, conv.weight.double(), taps).to(conv.weight.dtype)
-        self.register_buffer("weight", weight.contiguous(memory_format=torch.channels_last))
-        self.bias = conv.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv_transpose2d(x, self.weight, self.bias, stride=2, padding=1)
+def doubled(weight: Tensor) -> Tensor:
+    """The kernel of a transposed convolution that does what nearest x 2 and a 3 x 3 convolution do."""
+    taps = torch.tensor(TAPS, dtype=torch.float64, device=weight.device)
+    result = torch.einsum("ku,oiuv,lv->iokl", taps, weight.double(), taps).to(weight.dtype)
+    return result.contiguous(memory_format=torch.channels_last)
 
 
-@torch.no_grad()
-def for_gpu(decoder: Decoder) -> Decoder:
-    """A twin that shares all weights but those that enlarge; of the shared ones only the layout changes."""
-    decoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    twin = copy.deepcopy(decoder, memo={id(p): p for p in decoder.parameters()})
-    for level in twin.up:
-        if isinstance(level.upsample, Upsample):
-            level.upsample = Doubled(level.upsample.conv)
-    return twin
+class GPUDecoder:
+    """Runs the weights of a `Decoder`, of which only the layout changes.
+
+    The bias of an enlarging convolution is added late: the next block knows it.
+    """
+
+    @torch.no_grad()
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        decoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        levels: Any = reversed(decoder.up)
+        self.enlarging: dict[Level, Tensor] = {}
+        self.ends: dict[ResidualBlock, Tensor] = {}  # what a block's sum lacks, per channel
+        for block in (decoder.mid.block_1, decoder.mid.block_2):
+            self.ends[block] = _missing(block, None)
+        late: Tensor | None = None
+        for level in levels:
+            for i, block in enumerate(level.block):
+                self.ends[block] = _missing(block, None if i else late)
+            late = None
+            if level.upsample is not None:
+                self.enlarging[level], late = doubled(level.upsample.conv.weight), level.upsample.conv.bias
+
+    def __call__(self, z: Tensor) -> Tensor:
+        d: Any = self.decoder
+        late = None
+        x = self.block(d.mid.block_1, d.conv_in(z.contiguous(memory_format=torch.channels_last)), None)
+        x = self.block(d.mid.block_2, x if d.mid.attn_1 is None else d.mid.attn_1(x), None)
+        for level in reversed(d.up):
+            for i, block in enumerate(level.block):
+                x = self.block(block, x, None if i else late)
+                x = level.attn[i](x) if len(level.attn) else x
+            if level.upsample is not None:
+                x = F.conv_transpose2d(x, self.enlarging[level], stride=2, padding=1)
+                late = level.upsample.conv.bias
+        return F.pixel_shuffle(d.conv_out(group_norm(x, None, d.norm_out)), d.fold)
+
+    def block(self, block: ResidualBlock, x: Tensor, late: Tensor | None) -> Tensor:
+        h = F.conv2d(group_norm(x, late, block.norm1), block.conv1.weight, padding=1)
+        h = F.conv2d(group_norm(h, block.conv1.bias, block.norm2), block.conv2.weight, padding=1)
+        if block.nin_shortcut is not None:
+            x = F.conv2d(x, block.nin_shortcut.weight)
+        return join(x, h, self.ends[block])
+
+
+def _missing(block: ResidualBlock, late: Tensor | None) -> Tensor:
+    """The biases of a block that no convolution adds; a late one passes through the shortcut."""
+    bias, short = block.conv2.bias, block.nin_shortcut
+    assert bias is not None
+    total = bias.double()
+    if short is not None:
+        assert short.bias is not None
+        total = total + short.bias.double()
+        late = None if late is None else short.weight[:, :, 0, 0].double() @ late.double()
+    return (total if late is None else total + late.double()).to(bias.dtype)

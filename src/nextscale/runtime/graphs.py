@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Captured:
-    graph: torch.cuda.CUDAGraph
+    graph: Any  # with a `replay`
     step: Step  # its tensors hold the newest replay
     finite: Tensor
 
@@ -40,7 +40,7 @@ class Program:
         self.state, self.features, self.kv = run.state, run.features, list(run.kv)
         assert isinstance(work.draws, PerImageDraws)
         self.draws = FixedDraws(work.draws)
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
         self.graphs: dict[tuple[int, Rows], Captured] = {}
 
     def load(self, work: Work, run: Run) -> None:
@@ -61,8 +61,8 @@ class Graphs(Compiled):
     name = "graphs"
     text_slots = 64
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, backend: str = "inductor") -> None:
+        super().__init__(backend)
         self.key: Any = None
         self.program: Program | None = None  # of the newest shape of call; its cache is large, so there is but one
         self.reason = ""  # why this call is not captured
@@ -124,23 +124,29 @@ class Graphs(Compiled):
         state: Any,
         kv: Sequence[LayerCache],
     ) -> Captured:
+        kv, used = list(kv), kv[0].used
+
         def run() -> tuple[Step, Tensor]:
+            for cache in kv:
+                cache.used = used
             step = super(Graphs, self).run_scale(work, scale, plan, rows, state, program.features, kv)
             return step, torch.isfinite(step.logits).all()
 
-        used = kv[0].used
+        graph, (step, finite) = self.record(run, program)
+        return Captured(graph, dataclasses.replace(step, features=program.features), finite)
+
+    def record(self, run: Callable[[], tuple[Step, Tensor]], program: Program) -> Any:
+        """A graph whose replay is `run` with its maps put to their fixed place, and what it returns."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles, measures, loads: nothing of that may be captured
             run()
         torch.cuda.current_stream().wait_stream(side)
-        for cache in kv:
-            cache.used = used
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=program.pool):
-            step, finite = run()
-            program.features.copy_(step.features)
-        return Captured(graph, dataclasses.replace(step, features=program.features), finite)
+            made = run()
+            program.features.copy_(made[0].features)
+        return graph, made
 
     def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Any) -> None:
         """Reading a number would make the host wait: `close` does it, once."""

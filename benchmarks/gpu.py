@@ -1,0 +1,170 @@
+"""Time, memory and where it goes, on a CUDA GPU, at the true shapes with random weights.
+
+    python benchmarks/gpu.py [--models infinity-2b,infinity-8b] [--runtimes eager,graphs] [--batches 1,4,8]
+                             [--ratios none,nova:t*=7,spread=0.15] [--json FILE]
+
+Guided, 40 text tokens, bfloat16, 13 scales, decode included, text encoder not counted. Warm-up calls come first; then
+the median and the 95th percentile of the wall time of a call, and of one more call the times of its scales by CUDA
+events.
+
+With random weights entropies mean nothing, so a method's ratios are stated: `nova:t*=7,spread=0.15` drops NOVA's
+share of a scale after scale 7, a layer's being (1 + 0.15) and (1 - 0.15) times that in turn. Probe, selection and
+restoration are switched on and paid for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memory import random_pipeline
+from nextscale.estimate import GIB
+from nextscale.methods import NOVA
+from nextscale.methods.activation import Growth
+from nextscale.methods.base import Context, Policy
+from nextscale.methods.nova import MOST, NOVAPolicy
+from nextscale.pipeline import Pipeline
+from nextscale.runtime import make_executor
+from nextscale.schedule import Scale
+
+TEXT = 40  # tokens of the prompt
+BANDWIDTH, ARITHMETIC = 4.3e12, 790e12  # bytes and bf16 operations per second that an H200 was seen to reach
+
+
+@dataclass(frozen=True)
+class StatedNOVA(NOVA):
+    """NOVA whose decisions are given, and whose work is done all the same."""
+
+    star: int = 7
+    spread: float = 0.15
+
+    def start(self, context: Context) -> Policy:
+        return StatedPolicy(context, self)
+
+
+class StatedPolicy(NOVAPolicy):
+    method: StatedNOVA
+
+    def _ratio(self, growth: Growth, t: int) -> float:
+        m = self.method
+        return 0.0 if t <= m.star else min(1 / (1 + math.exp(-(t - (m.star + 1)) / m.tau)), MOST)
+
+    def _layer_ratio(self, layer: int, ratio: Tensor, mean: Tensor) -> Tensor:
+        return (ratio * (1 + self.method.spread * (1 if layer % 2 else -1))).clamp(0, MOST)
+
+
+def read_ratios(text: str) -> NOVA | None:
+    if text == "none":
+        return None
+    fields = dict(part.split("=") for part in text.removeprefix("nova:").split(","))
+    star = int(fields.get("t*", 7))
+    return StatedNOVA(t_est=star - 1, star=star, spread=float(fields.get("spread", 0.15)))
+
+
+def floor(pipe: Pipeline, scale: Scale, rows: int, share: float) -> float:
+    """Seconds that a scale takes at least: its weights are read once, its kept tokens are computed."""
+    b = pipe.backbone
+    tokens, keys = scale.tokens * share, scale.start + scale.tokens
+    flops = b.depth * sum(b.flops(p, int(tokens), TEXT if p == "cross" else keys) for p in b.parts)
+    weights = sum(p.nbytes for p in b.blocks.parameters())
+    return max(weights / BANDWIDTH, rows * (flops + b.head_flops(scale.tokens)) / ARITHMETIC)
+
+
+def measure(pipe: Pipeline, images: int, method: NOVA | None, repeats: int) -> dict[str, Any]:
+    width = pipe.backbone.config.text_dim
+    embeds = [torch.randn(TEXT, width, device="cuda") for _ in range(images)]
+    call: dict[str, Any] = {"prompt_embeds": embeds, "output_type": "pt", "method": method}
+    began = time.perf_counter()
+    pipe(**call, seed=0)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    pipe(**call, seed=1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for seed in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        made = pipe(**call, seed=seed)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(pipe.schedule()) + 1)]
+    marks = iter(events[1:])
+    events[0].record()
+    made = pipe(**call, seed=0, callback_on_scale_end=lambda end: next(marks).record())
+    torch.cuda.synchronize()
+    scales = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    trace = made.trace.to_dict()["images"][0]
+    shares = [sum(x["kept"] for x in e["layers"]) / (len(e["layers"]) * e["tokens"]) for e in trace["scales"]]
+    least = [floor(pipe, s, 2 * images, share) for s, share in zip(pipe.schedule(), shares, strict=True)]
+    whole = statistics.median(seconds)
+    flops = images * trace["flops"]
+    return {
+        "ms": 1e3 * whole,
+        "p95_ms": 1e3 * sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1],
+        "decode_ms": 1e3 * made.trace.seconds["decode"],
+        "scales_ms": scales,  # the first holds the text's keys and values
+        "floor_ms": 1e3 * sum(least),
+        "tokens": trace["row_tokens_computed"] / trace["row_tokens_full"],
+        "images_per_second": images / whole,
+        "peak_gib": peak / GIB,
+        "tflops": flops / whole / 1e12,
+        "first_call_s": first,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="infinity-2b,infinity-8b")
+    parser.add_argument("--runtimes", default="eager,graphs")
+    parser.add_argument("--batches", default="1,4,8")
+    parser.add_argument("--ratios", nargs="+", default=["none", "nova:t*=7,spread=0.15", "nova:t*=7,spread=0"])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU")
+    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    print(f"{where}, bfloat16, guided, {TEXT} text tokens, decode included")
+    print(
+        f"{'model':<12} {'ratios':<22} {'runtime':<8} {'n':>2} {'ms':>8} {'p95':>8} {'decode':>7} {'floor':>7} "
+        f"{'tokens':>7} {'img/s':>6} {'GiB':>6} {'TFLOP/s':>8} {'first s':>8}"
+    )
+    rows = []
+    for name in options.models.split(","):
+        pipe = random_pipeline(name, "bfloat16")
+        for runtime in options.runtimes.split(","):
+            for images in map(int, options.batches.split(",")):
+                for ratios in options.ratios:
+                    pipe.executor = make_executor(runtime, pipe.device)
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                    found = measure(pipe, images, read_ratios(ratios), options.repeats)
+                    rows.append({"model": name, "ratios": ratios, "runtime": runtime, "images": images, **found})
+                    print(
+                        f"{name:<12} {ratios:<22} {runtime:<8} {images:>2} {found['ms']:>8.1f} {found['p95_ms']:>8.1f} "
+                        f"{found['decode_ms']:>7.1f} {found['floor_ms']:>7.1f} {found['tokens']:>7.1%} "
+                        f"{found['images_per_second']:>6.1f} {found['peak_gib']:>6.1f} {found['tflops']:>8.0f} "
+                        f"{found['first_call_s']:>8.1f}",
+                        flush=True,
+                    )
+                    print("  scales, ms: " + " ".join(f"{t:.2f}" for t in found["scales_ms"]), flush=True)
+                    if options.json:
+                        options.json.write_text(json.dumps(rows, indent=1))
+        del pipe
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Attention over rows of different lengths that can also tell how spread it was."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nextscale.attention import attention
+from nextscale.entropy import attention_entropy
+
+try:
+    from nextscale.kernels.attention_triton import fused
+except ImportError:  # a CPU build of torch comes without Triton
+    fused = None  # type: ignore[assignment]
+
+WIDTHS = (32, 64, 128)  # of a head
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, length: Tensor | None = None, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """q [R, H, K, D] over the first `length` [R] of the keys and values [R, H, S, D] (all of them if None).
+
+    Returns what was seen [R, H, K, D] and, if asked for, the entropy of each query's weights, a mean over heads [R, K].
+    """
+    return (fused if runs_on(q) else reference)(q, k, v, scale, length, entropy)
+
+
+def runs_on(q: Tensor) -> bool:
+    """Whether the kernel takes these queries. Float32 would lose the digits that it is asked for."""
+    known = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in WIDTHS
+    return fused is not None and q.is_cuda and known
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, length: Tensor | None = None, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    mask = None if length is None else (torch.arange(k.shape[2], device=k.device) < length[:, None])[:, None, None]
+    return attention(q, k, v, scale, mask), attention_entropy(q, k, scale, mask) if entropy else None

@@ -1,0 +1,100 @@
+"""One program takes some tokens of a row and some of its heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nextscale.models.layers import SelfAttention
+
+TOKENS, HEADS = 8, 4  # of one program
+
+
+def split_and_store(
+    attn: SelfAttention, qkv: Tensor, positions: Tensor | None, keys: Tensor, values: Tensor, start: int
+) -> Tensor:
+    """qkv [R, K, 3, H, D] -> queries [R, H, K, D]; keys and values go to the cache [R, H, S, D] from `start` on."""
+    rows, tokens, _, heads, width = qkv.shape
+    q = torch.empty(rows, tokens, heads, width, dtype=qkv.dtype, device=qkv.device)  # attention keeps this order
+    grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(heads, HEADS), rows)
+    _kernel[grid](
+        qkv,
+        q,
+        keys,
+        values,
+        attn.log_scale,
+        qkv if positions is None else positions,
+        tokens,
+        heads,
+        start,
+        0 if positions is None or len(positions) == 1 else positions.stride(0),
+        *keys.stride()[:3],
+        WIDTH=width,
+        ROTARY=positions is not None,
+        TOKENS=TOKENS,
+        HEADS=HEADS,
+        num_warps=4,
+    )
+    return q.transpose(1, 2)
+
+
+@triton.jit
+def _kernel(
+    qkv_at,
+    q_at,
+    k_at,
+    v_at,
+    log_scale_at,
+    position_at,
+    tokens,
+    heads,
+    start,
+    position_row,
+    cache_row,
+    cache_head,
+    cache_token,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    row = tl.program_id(2).to(tl.int64)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    real = token < tokens
+    pair = tl.arange(0, WIDTH // 2)[None, :]
+    channel = tl.arange(0, WIDTH)[None, :]
+    if ROTARY:
+        place = position_at + row * position_row + (token * (WIDTH // 2) + pair) * 2
+        cos = tl.load(place, mask=real, other=0.0)
+        sin = tl.load(place + 1, mask=real, other=0.0)
+    for h in tl.static_range(HEADS):
+        head = tl.program_id(1) * HEADS + h
+        here = real & (head < heads)
+        # [R, K, 3, H, D]: a token has all its queries, then its keys, then its values.
+        at = qkv_at + (((row * tokens + token) * 3) * heads + head) * WIDTH
+        factor = tl.exp(tl.minimum(tl.load(log_scale_at + head, mask=head < heads, other=0.0), 4.605170185988092))
+        to = (start + token) * cache_token + row * cache_row + head * cache_head
+        for part in tl.static_range(2):
+            even = tl.load(at + part * heads * WIDTH + 2 * pair, mask=here, other=0.0).to(tl.float32)
+            odd = tl.load(at + part * heads * WIDTH + 2 * pair + 1, mask=here, other=0.0).to(tl.float32)
+            norm = tl.sqrt(tl.sum(even * even + odd * odd, 1))[:, None]
+            by = 1.0 / tl.maximum(norm, 1e-12)
+            if part == 0:
+                by *= factor
+            even *= by
+            odd *= by
+            if ROTARY:
+                even, odd = cos * even - sin * odd, sin * even + cos * odd
+            both = tl.interleave(even, odd)
+            if part == 0:
+                out = q_at + ((row * tokens + token) * heads + head) * WIDTH + channel
+                tl.store(out, both.to(q_at.dtype.element_ty), mask=here)
+            else:
+                tl.store(k_at + to + channel, both.to(k_at.dtype.element_ty), mask=here)
+        value = tl.load(at + 2 * heads * WIDTH + channel, mask=here, other=0.0)
+        tl.store(v_at + to + channel, value, mask=here)

@@ -1,0 +1,36 @@
+"""Group norm with SiLU behind it, and the sum at the end of a residual block, for maps with channels last.
+
+Both take an offset per channel: the bias of the convolution before, which then needs no pass over the map of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+try:
+    from nextscale.kernels.norm_triton import fused_join, fused_norm
+except ImportError:  # a CPU build of torch comes without Triton
+    fused_norm = fused_join = None  # type: ignore[assignment]
+
+
+def group_norm(x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool = True) -> Tensor:
+    """Of x + offset, [B, C, H, W]."""
+    if runs_on(x):
+        return fused_norm(x, offset, norm, silu)
+    y = norm(x if offset is None else x + offset[:, None, None])
+    return F.silu(y) if silu else y
+
+
+def join(x: Tensor, h: Tensor, offset: Tensor) -> Tensor:
+    """x + h + offset, in the place of h."""
+    if runs_on(h):
+        return fused_join(x, h, offset)
+    return h.add_(x).add_(offset[:, None, None])
+
+
+def runs_on(x: Tensor) -> bool:
+    channels = x.shape[1]
+    known = x.dtype in (torch.bfloat16, torch.float16) and channels >= 32 and channels & (channels - 1) == 0
+    return fused_norm is not None and x.is_cuda and known and x.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,130 @@
+"""Maps are [B, pixels, C] here. Sums over some pixels, then over all of them, then the map itself."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+TILE = 4096  # numbers that a program holds at once
+PARTS = 512  # programs that share the pixels of a picture
+
+
+def fused_norm(x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool) -> Tensor:
+    batch, channels, height, width = x.shape
+    pixels, groups, rows = height * width, norm.num_groups, TILE // channels
+    parts = min(PARTS, triton.cdiv(pixels, rows))
+    each = triton.cdiv(triton.cdiv(pixels, parts), rows) * rows  # pixels of a part
+    sums = torch.empty(batch, parts, 2, groups, dtype=torch.float32, device=x.device)
+    affine = torch.empty(batch, 2, channels, dtype=torch.float32, device=x.device)
+    added = x if offset is None else offset
+    sizes = {"CHANNELS": channels, "GROUPS": groups, "HAS_OFFSET": offset is not None}
+    _sums[(parts, batch)](x, added, sums, pixels, each, parts, ROWS=rows, **sizes, num_warps=4)
+    block = triton.next_power_of_2(parts)
+    count = float(pixels * (channels // groups))
+    _affine[(groups, batch)](
+        sums, added, norm.weight, norm.bias, affine, parts, count, norm.eps, PARTS=block, **sizes, num_warps=4
+    )
+    out = torch.empty_like(x)
+    grid = (triton.cdiv(pixels, rows), batch)
+    _apply[grid](x, affine, out, pixels, CHANNELS=channels, ROWS=rows, SILU=silu, num_warps=8)
+    return out
+
+
+def fused_join(x: Tensor, h: Tensor, offset: Tensor) -> Tensor:
+    channels = h.shape[1]
+    _join[(triton.cdiv(h.numel(), TILE),)](x, h, offset, h.numel(), CHANNELS=channels, TILE=TILE, num_warps=8)
+    return h
+
+
+@triton.jit
+def _sums(
+    x_at,
+    offset_at,
+    sums_at,
+    pixels,
+    each,
+    parts,
+    CHANNELS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    picture = tl.program_id(1).to(tl.int64)
+    channel = tl.arange(0, CHANNELS)[None, :]
+    first = tl.program_id(0) * each
+    total = tl.zeros((ROWS, CHANNELS), tl.float32)
+    squares = tl.zeros((ROWS, CHANNELS), tl.float32)
+    offset = tl.zeros((1, CHANNELS), tl.float32)
+    if HAS_OFFSET:
+        offset = tl.load(offset_at + channel).to(tl.float32)
+    for start in tl.range(first, tl.minimum(first + each, pixels), ROWS):
+        pixel = start + tl.arange(0, ROWS)[:, None]
+        real = pixel < pixels
+        x = tl.load(x_at + (picture * pixels + pixel) * CHANNELS + channel, mask=real, other=0.0).to(tl.float32)
+        x = tl.where(real, x + offset, 0.0)
+        total += x
+        squares += x * x
+    group = tl.arange(0, GROUPS)
+    to = sums_at + ((picture * parts + tl.program_id(0)) * 2) * GROUPS + group
+    tl.store(to, tl.sum(tl.reshape(tl.sum(total, 0), (GROUPS, CHANNELS // GROUPS)), 1))
+    tl.store(to + GROUPS, tl.sum(tl.reshape(tl.sum(squares, 0), (GROUPS, CHANNELS // GROUPS)), 1))
+
+
+@triton.jit
+def _affine(
+    sums_at,
+    offset_at,
+    weight_at,
+    bias_at,
+    affine_at,
+    parts,
+    count,
+    eps,
+    CHANNELS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A group's mean and deviation, as the factor and the term of each of its channels."""
+    group, picture = tl.program_id(0), tl.program_id(1)
+    part = tl.arange(0, PARTS)
+    at = sums_at + ((picture * parts + part) * 2) * GROUPS + group
+    mean = tl.sum(tl.load(at, mask=part < parts, other=0.0), 0) / count
+    square = tl.sum(tl.load(at + GROUPS, mask=part < parts, other=0.0), 0) / count
+    deviation = tl.sqrt(tl.maximum(square - mean * mean, 0.0) + eps)
+    channel = group * (CHANNELS // GROUPS) + tl.arange(0, CHANNELS // GROUPS)
+    factor = tl.load(weight_at + channel).to(tl.float32) / deviation
+    shift = -mean
+    if HAS_OFFSET:
+        shift += tl.load(offset_at + channel).to(tl.float32)
+    term = tl.load(bias_at + channel).to(tl.float32) + shift * factor
+    to = affine_at + picture * 2 * CHANNELS + channel
+    tl.store(to, factor)
+    tl.store(to + CHANNELS, term)
+
+
+@triton.jit
+def _apply(x_at, affine_at, out_at, pixels, CHANNELS: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr):
+    picture = tl.program_id(1).to(tl.int64)
+    channel = tl.arange(0, CHANNELS)[None, :]
+    pixel = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    real = pixel < pixels
+    at = (picture * pixels + pixel) * CHANNELS + channel
+    factor = tl.load(affine_at + picture * 2 * CHANNELS + channel)
+    term = tl.load(affine_at + picture * 2 * CHANNELS + CHANNELS + channel)
+    y = tl.load(x_at + at, mask=real, other=0.0).to(tl.float32) * factor + term
+    if SILU:
+        y = y * tl.sigmoid(y)
+    tl.store(out_at + at, y.to(out_at.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _join(x_at, h_at, offset_at, numbers, CHANNELS: tl.constexpr, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    real = at < numbers
+    x = tl.load(x_at + at, mask=real, other=0.0).to(tl.float32)
+    h = tl.load(h_at + at, mask=real, other=0.0).to(tl.float32)
+    offset = tl.load(offset_at + at % CHANNELS).to(tl.float32)
+    tl.store(h_at + at, (x + h + offset).to(h_at.dtype.element_ty), mask=real)
