@@ -138,7 +138,7 @@ def test_a_constant_layer_is_restored_exactly(mode: str) -> None:
     assert torch.equal(out, x + 0.25)
     # The cache has aged by one scale and still says the same.
     assert torch.equal(
-        policy.caches[0, ("self", "ffn")].read(complete.rows, (8, 8), mode), torch.full((1, 64, 5), 0.25)
+        policy.memory["added", 0, ("self", "ffn")].read(complete.rows, (8, 8), mode), torch.full((1, 64, 5), 0.25)
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nextscale.attention import attention
 from nextscale.entropy import attention_entropy
+from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.keys import split_and_store, stores
 from nextscale.schedule import Schedule
 
@@ -35,14 +36,15 @@ class LayerCache:
         self.v = torch.zeros_like(self.k)
         self.used = 0  # slots that any row may occupy
         self.length: Tensor | None = None  # entries of each row, once rows differ: then attention needs a mask
+        self.length_place: Tensor | None = None  # where it has to be
         self.active: Tensor | None = None  # the rows at work in this scale; None = all
 
     @classmethod
-    def over(cls, k: Tensor, v: Tensor) -> LayerCache:
-        """An empty cache in these places."""
+    def over(cls, k: Tensor, v: Tensor, length: Tensor) -> LayerCache:
+        """An empty cache in these places; `length` is [R]."""
         rows, heads, _, head_dim = k.shape
         cache = cls(rows, heads, head_dim, k.dtype, k.device)
-        cache.k, cache.v = k, v
+        cache.k, cache.v, cache.length_place = k, v, length
         return cache
 
     @property
@@ -64,16 +66,17 @@ class LayerCache:
         """Forget all other rows for good: their image has stopped, or is no longer guided."""
         self.k, self.v = self.k[rows], self.v[rows]
         self.length = None if self.length is None else self.length[rows]
+        self.length_place = None if self.length_place is None else self.length_place[rows]
 
     def append(self, k: Tensor, v: Tensor, count: Tensor | None = None) -> None:
         """Write behind each row's own end."""
         new = k.shape[2]
         self.reserve(new)
         # A CPU may look at the counts for nothing: rows without padding stay equally long, and need no mask.
-        if count is not None and count.device.type == "cpu" and bool((count == new).all()):
+        fixed = self.length_place is not None
+        if count is not None and not fixed and count.device.type == "cpu" and bool((count == new).all()):
             count = None
-        if self.length is None and (self.active is not None or count is not None):
-            self.length = torch.full((len(self.k),), self.used, device=k.device)
+        self._tell_rows_apart(count)
         if self.length is None:
             self.k[:, :, self.used : self.used + new] = k
             self.v[:, :, self.used : self.used + new] = v
@@ -85,48 +88,70 @@ class LayerCache:
             self.length[rows] += new if count is None else count
         self.used += new
 
+    def _tell_rows_apart(self, count: Tensor | None) -> None:
+        """From the first time on that rows grow by different numbers of tokens."""
+        if self.length is None and (self.active is not None or count is not None):
+            place = self.length_place
+            place = torch.empty(len(self.k), dtype=torch.long, device=self.k.device) if place is None else place
+            self.length = place.fill_(self.used)
+
     def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of the rows at work, and a mask [R, 1, 1, S] if their lengths differ."""
-        keys, values, length = self.k[:, :, : self.used], self.v[:, :, : self.used], self.length
+        # At fixed places the host does not know how much of them is used once rows differ.
+        used = self.k.shape[2] if self.length is not None and self.length_place is not None else self.used
+        keys, values, length = self.k[:, :, :used], self.v[:, :, :used], self.length
         if self.active is not None:
             keys, values = keys[self.active], values[self.active]
             length = None if length is None else length[self.active]
         if length is None:
             return keys, values, None
-        return keys, values, (torch.arange(self.used, device=keys.device) < length[:, None])[:, None, None]
+        return keys, values, (torch.arange(used, device=keys.device) < length[:, None])[:, None, None]
 
     def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
         return self.attend(self.store(attn, qkv, positions, count), attn.softmax_scale)
 
     def store(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
         """Keys and values of new tokens; their queries [R, H, K, D] are left."""
-        plain = self.length is None and self.active is None and count is None
-        if plain and stores(attn, qkv, positions):
-            self.reserve(qkv.shape[1])
-            q = split_and_store(attn, qkv, positions, self.k, self.v, self.used)
-            self.used += qkv.shape[1]
+        new = qkv.shape[1]
+        if self.active is None and stores(attn, qkv, positions):
+            self.reserve(new)
+            self._tell_rows_apart(count)
+            start = self.used if self.length is None else self.length
+            q = split_and_store(attn, qkv, positions, self.k, self.v, start, count)
+            self.used += new
+            if self.length is not None:
+                self.length += new if count is None else count
             return q
         q, k, v = attn.split(qkv, positions)
         self.append(k, v, count)
         return q
 
     def attend(self, q: Tensor, scale: float) -> Tensor:
+        if self.length is not None and self.active is None and runs_on(q):
+            return attend(q, self.k, self.v, scale, self.length)[0]
         keys, values, mask = self.visible()
         return attention(q, keys, values, scale, mask)
 
 
 class WatchedCache:
-    """A cache that also tells the entropy of the attention; what attention gives is the same to the bit."""
+    """A cache that also tells the entropy of the attention."""
 
     def __init__(self, cache: LayerCache, rows: int) -> None:
         self.cache, self.rows = cache, rows  # only the first rows are watched
         self.entropy: Tensor
 
     def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
-        q, scale = self.cache.store(attn, qkv, positions, count), attn.softmax_scale
-        keys, _, mask = self.cache.visible()
-        seen = None if mask is None else mask[: self.rows]
-        self.entropy = attention_entropy(q[: self.rows], keys[: self.rows], scale, seen)
+        cache, scale = self.cache, attn.softmax_scale
+        q = cache.store(attn, qkv, positions, count)
+        if cache.active is None and runs_on(q):
+            length = cache.lengths if cache.length is None else cache.length
+            seen, entropy = attend(q, cache.k, cache.v, scale, length.to(q.device), entropy=True)
+            assert entropy is not None
+            self.entropy = entropy[: self.rows]
+            return seen
+        keys, _, mask = cache.visible()
+        visible = None if mask is None else mask[: self.rows]
+        self.entropy = attention_entropy(q[: self.rows], keys[: self.rows], scale, visible)
         return self.cache.attend(q, scale)
 
 

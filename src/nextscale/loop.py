@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +62,8 @@ def generate(
     """Feature maps of `images` pictures, in the returned Run."""
     executor = executor or Eager()
     guided = sampling.guided_until > 0
-    work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced)
+    method = json.dumps(trace.header.get("method"))
+    work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced, method)
     state = backbone.begin(condition, schedule, guided)
     run = Run(backbone, state, tokenizer.blank(images, schedule), schedule, guided)
     executor.open(work, run)
@@ -74,6 +76,7 @@ def generate(
             continue
         step = executor.run_scale(work, scale, plan, rows, state, run.features_of(rows.which), run.kv)
         run.store(rows, scale, step.features, step.tokens)
+        policy.reported(step.stats, step.report)
         policy.added(run.features, step.stats)
         trace.ran(step.stats, state)
         decode = partial(tokenizer.decode, run.features)

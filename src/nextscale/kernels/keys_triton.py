@@ -16,9 +16,16 @@ TOKENS, HEADS = 8, 4  # of one program
 
 
 def split_and_store(
-    attn: SelfAttention, qkv: Tensor, positions: Tensor | None, keys: Tensor, values: Tensor, start: int
+    attn: SelfAttention,
+    qkv: Tensor,
+    positions: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    start: int | Tensor,
+    count: Tensor | None = None,
 ) -> Tensor:
-    """qkv [R, K, 3, H, D] -> queries [R, H, K, D]; keys and values go to the cache [R, H, S, D] from `start` on."""
+    """qkv [R, K, 3, H, D] -> queries [R, H, K, D]; keys and values go to the cache [R, H, S, D] from `start` on, which
+    rows may each have their own of, [R]. Tokens at or behind `count` [R] are padding and go nowhere."""
     rows, tokens, _, heads, width = qkv.shape
     q = torch.empty(rows, tokens, heads, width, dtype=qkv.dtype, device=qkv.device)  # attention keeps this order
     grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(heads, HEADS), rows)
@@ -29,13 +36,17 @@ def split_and_store(
         values,
         attn.log_scale,
         qkv if positions is None else positions,
+        start if isinstance(start, Tensor) else qkv,
+        qkv if count is None else count,
         tokens,
         heads,
-        start,
+        0 if isinstance(start, Tensor) else start,
         0 if positions is None or len(positions) == 1 else positions.stride(0),
         *keys.stride()[:3],
         WIDTH=width,
         ROTARY=positions is not None,
+        STARTS=isinstance(start, Tensor),
+        COUNTS=count is not None,
         TOKENS=TOKENS,
         HEADS=HEADS,
         num_warps=4,
@@ -51,6 +62,8 @@ def _kernel(
     v_at,
     log_scale_at,
     position_at,
+    start_at,
+    count_at,
     tokens,
     heads,
     start,
@@ -60,12 +73,19 @@ def _kernel(
     cache_token,
     WIDTH: tl.constexpr,
     ROTARY: tl.constexpr,
+    STARTS: tl.constexpr,
+    COUNTS: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     row = tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     real = token < tokens
+    stored = real
+    if COUNTS:
+        stored = token < tl.load(count_at + row)
+    if STARTS:
+        start = tl.load(start_at + row)
     pair = tl.arange(0, WIDTH // 2)[None, :]
     channel = tl.arange(0, WIDTH)[None, :]
     if ROTARY:
@@ -75,6 +95,7 @@ def _kernel(
     for h in tl.static_range(HEADS):
         head = tl.program_id(1) * HEADS + h
         here = real & (head < heads)
+        there = stored & (head < heads)
         # [R, K, 3, H, D]: a token has all its queries, then its keys, then its values.
         at = qkv_at + (((row * tokens + token) * 3) * heads + head) * WIDTH
         factor = tl.exp(tl.minimum(tl.load(log_scale_at + head, mask=head < heads, other=0.0), 4.605170185988092))
@@ -95,6 +116,6 @@ def _kernel(
                 out = q_at + ((row * tokens + token) * heads + head) * WIDTH + channel
                 tl.store(out, both.to(q_at.dtype.element_ty), mask=here)
             else:
-                tl.store(k_at + to + channel, both.to(k_at.dtype.element_ty), mask=here)
-        value = tl.load(at + 2 * heads * WIDTH + channel, mask=here, other=0.0)
-        tl.store(v_at + to + channel, value, mask=here)
+                tl.store(k_at + to + channel, both.to(k_at.dtype.element_ty), mask=there)
+        value = tl.load(at + 2 * heads * WIDTH + channel, mask=there, other=0.0)
+        tl.store(v_at + to + channel, value, mask=there)

@@ -10,14 +10,16 @@ import dataclasses
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError, choices
+from nextscale.methods.residual import TokenCaches
 from nextscale.methods.selection import Selection, scatter
 from nextscale.methods.stored import stored, stored_names
 from nextscale.sampling import Sampling
@@ -41,6 +43,7 @@ class Context:
     depth: int
     parts: tuple[str, ...]
     bits: int | None = None  # per token; None for a codebook
+    device: torch.device = torch.device("cpu")
     decode: Callable[[Tensor], Tensor] | None = None  # feature maps -> pictures in [-1, 1]
 
 
@@ -53,6 +56,8 @@ class ScalePlan:
     capacity: int  # KV slots to reserve per row; 0 = each layer reserves what it keeps
     groups: tuple[Group, ...]
     needs: frozenset[str] = frozenset()  # "attention_entropy"
+    slots: int = 0  # a guess of the most tokens that any layer will keep; 0 = all of them
+    variant: Hashable = None  # what else decides which code will run; with the rows and slots it names a captured scale
 
 
 @dataclass
@@ -65,6 +70,7 @@ class Stats:
     chosen: list[dict[str, Selection | None]] = field(default_factory=list)  # per layer, of every part; None = all
     attention_entropy: list[Tensor] = field(default_factory=list)  # per layer [R, K], if the plan needs it
     context: int = 0  # tokens that ran in front of the scale's own
+    slots: int | None = None  # room for the tokens of a layer; None = as many as it keeps
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,14 @@ class Decision:
 class Policy:
     """A method at work on one call. `select` and `fill` stay on the device."""
 
+    # Whether a scale's work can be captured: nothing between `begin_scale` and `reported` waits for the device, reads
+    # host numbers that `ScalePlan.variant` does not tell, or leaves tensors anywhere but in `memory` and the report.
+    capturable: bool = False
+
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.memory = TokenCaches()
+        self.numbers: dict[str, Tensor] = {}
 
     def expected_tokens(self) -> int:
         """KV slots per row to reserve at once; 0 = grow with what is kept."""
@@ -123,6 +135,22 @@ class Policy:
     def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         """See what came out: x [R, N, C], the logits of every row, and the guided logits."""
 
+    def report(self, stats: Stats) -> dict[str, Tensor]:
+        """What the host will want to know of this scale; "wanted" is the most tokens that a layer would have kept."""
+        return {}
+
+    def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
+        """The scale has been run."""
+
+    def told(self, name: str, numbers: list[float]) -> Tensor:
+        """Numbers of the host, on the device: at a fixed place, where a captured scale reads them."""
+        new = torch.tensor(numbers, dtype=torch.float64)
+        if name not in self.numbers or self.numbers[name].shape != new.shape:
+            self.numbers[name] = new.to(self.context.device)
+        else:
+            self.numbers[name].copy_(new, non_blocking=True)
+        return self.numbers[name]
+
     def added(self, features: Tensor, stats: Stats) -> None:
         """See the maps of all images with this scale's codes in them; `context.decode` makes pictures of them."""
 
@@ -137,6 +165,7 @@ class Policy:
     def release(self) -> None:
         """The run is over: let go of caches and of the model, keep what the trace asks for."""
         self.context = dataclasses.replace(self.context, decode=None)
+        self.memory, self.numbers = TokenCaches(), {}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from nextscale.methods.base import Context, Group, Policy, Stats
-from nextscale.methods.residual import TokenCache
 from nextscale.methods.selection import Selection, gather, scatter
 from nextscale.schedule import Scale
 
@@ -31,7 +30,6 @@ class CachedPolicy(Policy):
         self.kind, self.restore_mode, self.uncomputed = kind, restore_mode, uncomputed
         self.after = after  # scales that are never followed by a reduced one need not be recorded
         self.computed: Tensor | None = None  # cells of this scale that every layer computed, if the others add nothing
-        self.caches: dict[tuple[int, Group], TokenCache] = {}
 
     def expected_tokens(self) -> int:
         return 0  # the KV cache grows with what is kept
@@ -42,8 +40,7 @@ class CachedPolicy(Policy):
 
     def cached(self, layer: int, group: Group, stats: Stats) -> Tensor | None:
         """What the cache says for the rows and the grid of this scale, [R, N, C]."""
-        cache = self.caches.get((layer, group))
-        return None if cache is None else cache.read(stats.rows, stats.scale.grid, self.restore_mode)
+        return self.memory["added", layer, group].read(stats.rows, stats.scale.grid, self.restore_mode)
 
     def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
         if self.kind == "zero":
@@ -61,7 +58,7 @@ class CachedPolicy(Policy):
             filled = scatter(x + cached, chosen, y)
             new = scatter(cached, chosen, y - gather(x, chosen))  # what a dropped token received ages with it
         if self.records(stats.scale):
-            self.caches.setdefault((layer, group), TokenCache()).store(stats.rows, stats.scale.grid, new)
+            self.memory["added", layer, group].store(stats.rows, stats.scale.grid, new)
         return filled
 
     def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
@@ -75,7 +72,3 @@ class CachedPolicy(Policy):
         masks = torch.stack([chosen.mask(stats.scale.tokens) for chosen in reduced])
         self.computed = masks.all(0)[: stats.rows.images]
         return x, self.computed.float()
-
-    def release(self) -> None:
-        super().release()
-        self.caches.clear()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.residual import TokenCaches
 from nextscale.methods.selection import Selection
 from nextscale.schedule import Scale
 
@@ -44,8 +45,27 @@ class Compose(Method):
 
 class ComposedPolicy(Policy):
     def __init__(self, context: Context, policies: list[Policy], selecting: Policy) -> None:
-        super().__init__(context)
         self.policies, self.selecting = policies, selecting
+        super().__init__(context)
+        others = [p for p in policies if p is not selecting]
+        host = all(type(p).end_scale is Policy.end_scale for p in others)
+        self.capturable = selecting.capturable and host
+
+    @property
+    def memory(self) -> TokenCaches:
+        return self.selecting.memory
+
+    @memory.setter
+    def memory(self, memory: TokenCaches) -> None:
+        self.selecting.memory = memory
+
+    @property
+    def numbers(self) -> dict[str, Tensor]:
+        return self.selecting.numbers
+
+    @numbers.setter
+    def numbers(self, numbers: dict[str, Tensor]) -> None:
+        self.selecting.numbers = numbers
 
     def expected_tokens(self) -> int:
         return min(p.expected_tokens() for p in self.policies)
@@ -61,6 +81,8 @@ class ComposedPolicy(Policy):
             capacity=min(p.capacity for p in plans),
             groups=chosen.groups,
             needs=frozenset().union(*(p.needs for p in plans)),
+            slots=chosen.slots,
+            variant=chosen.variant,
         )
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
@@ -75,6 +97,12 @@ class ComposedPolicy(Policy):
     def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         for policy in self.policies:
             policy.end_scale(x, raw, logits, stats)
+
+    def report(self, stats: Stats) -> dict[str, Tensor]:
+        return self.selecting.report(stats)
+
+    def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
+        self.selecting.reported(stats, report)
 
     def added(self, features: Tensor, stats: Stats) -> None:
         for policy in self.policies:

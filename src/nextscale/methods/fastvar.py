@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Group, Method, Policy, ScalePlan, Stats
-from nextscale.methods.residual import TokenCache
 from nextscale.methods.selection import Selection, keep_highest, scatter
 from nextscale.methods.tables import read_table, relative_ratio
 from nextscale.schedule import Scale
@@ -48,6 +47,8 @@ class FastVAR(Method):
 
 
 class FastVARPolicy(Policy):
+    capturable = True
+
     def __init__(self, context: Context, method: FastVAR) -> None:
         super().__init__(context)
         self.method = method
@@ -56,7 +57,6 @@ class FastVARPolicy(Policy):
         self.ratios = [relative_ratio(table, (k + 1) / scales) for k in range(scales)]
         self.first = next((k for k, ratio in enumerate(self.ratios) if ratio), scales)  # the first pruned scale
         self.layers = range(round(method.first_layer * context.depth), round(method.last_layer * context.depth))
-        self.caches: dict[tuple[int, Group], TokenCache] = {}
 
     def expected_tokens(self) -> int:
         return 0
@@ -78,17 +78,12 @@ class FastVARPolicy(Policy):
     def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
         if chosen is None:
             if stats.scale.index == self.first - 1 and layer in self.layers:
-                self.caches[layer, group] = TokenCache()
-                self.caches[layer, group].store(stats.rows, stats.scale.grid, y - x)
+                self.memory[layer, group].store(stats.rows, stats.scale.grid, y - x)
             return y
-        cached = self.caches[layer, group].read(stats.rows, stats.scale.grid, self.method.restore_mode)
+        cached = self.memory[layer, group].read(stats.rows, stats.scale.grid, self.method.restore_mode)
         assert cached is not None, "every image ran the cached scale"
         return scatter(x + cached, chosen, y)
 
     def activation(self, image: int) -> Activation:
         scales = len(self.context.schedule)
         return Activation() if self.first == scales else Activation(scale=self.first + 1, reason="fixed")
-
-    def release(self) -> None:
-        super().release()
-        self.caches.clear()

@@ -14,7 +14,7 @@ from nextscale.errors import NextscaleError
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
 from nextscale.methods.cached import CachedPolicy
-from nextscale.methods.residual import TokenCache, store_chosen
+from nextscale.methods.residual import store_chosen
 from nextscale.methods.selection import Selection, keep_highest
 from nextscale.methods.tables import read_table, relative_ratio
 from nextscale.run import Rows
@@ -22,6 +22,8 @@ from nextscale.schedule import Scale
 
 LENS_CODES = 256  # of a large codebook, `lens_topk` looks at the codes that were likeliest one scale before
 MOST = math.nextafter(1.0, 0.0)  # ratios lie in [0, 1)
+USUAL, MARGIN = 0.25, 0.05  # of a layer's deviation: what to expect of the first reduced scale, and room for surprises
+BUCKETS = 16  # numbers of slots that a scale can have
 
 
 @dataclass(frozen=True)
@@ -83,19 +85,20 @@ class NOVA(Method):
 
 
 class NOVAPolicy(CachedPolicy):
+    capturable = True
+
     def __init__(self, context: Context, method: NOVA) -> None:
         super().__init__(context, method.cache, method.restore_mode, method.t_est, method.uncomputed)
-        self.moved = [TokenCache() for _ in range(context.depth)]  # how much each layer changed a cell, for that metric
         self.method = method
         self.table = read_table(method.scale_table)
         self.growth = [Growth(method.t_est, method.alpha) for _ in range(context.images)]
-        self.attention = [TokenCache() for _ in range(context.depth)]  # attention entropy, for that metric
-        self.final = TokenCache()  # entropy of the final prediction, for the probe "previous"
-        self.means = [TokenCache() for _ in range(context.depth)]  # layer entropies, for the probe "previous"
-        self.codes: dict[int, Tensor] = {}  # per image, for the probe "lens_topk"
-        self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []  # entropies the host has not read yet
+        # Its memory, besides what layers added: the entropy of the final prediction ("final") and of layers ("mean"),
+        # for the probe "previous"; likely codes ("codes"), for "lens_topk"; attention entropy ("attention") and how
+        # much each layer changed a cell ("moved"), for the metrics of these names.
+        self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []  # numbers the host has not read yet
         self.ratio: dict[int, list[float]] = {}  # per scale, per image
-        self.noted: dict[int, tuple[tuple[int, ...], list[Tensor], list[Tensor]]] = {}
+        self.noted: dict[int, tuple[tuple[int, ...], Tensor, Tensor]] = {}  # per scale, for the trace
+        self.deviation = [USUAL] * context.images  # by how much the least certain layer kept more, at the newest scale
         self.probe = method.probe
         if self.probe == "auto":
             self.probe = "lens" if context.bits else "lens_topk"
@@ -108,21 +111,33 @@ class NOVAPolicy(CachedPolicy):
         self._read_entropies()
         t = scale.index + 1
         self.ratio[t] = [self._ratio(g, t) for g in self.growth]
-        self.layer_sum: Tensor | None = None
-        self.chosen: Selection | None = None  # the newest of this scale
-        self.scale_ratio: Tensor | None = None  # on the device, from the first layer on
-        self.noted[t] = ((), [], [])
+        self.scale_ratio = self.told("ratio", self.ratio[t])
+        if self.method.metric == "random":
+            # The same tokens in all layers: else hardly a cell would pass through all of them.
+            noise = torch.rand(scale.tokens, generator=torch.Generator().manual_seed(scale.index))
+            self.told(f"noise {t}", noise.tolist())
         needs = (
             frozenset({"attention_entropy"})
             if self.method.metric == "attention" and self.records(scale)
             else frozenset()
         )
-        return dataclasses.replace(super().begin_scale(scale), needs=needs)
+        reduced = tuple(ratio > 0 for ratio in self.ratio[t])
+        plan = dataclasses.replace(super().begin_scale(scale), needs=needs, variant=reduced)
+        return dataclasses.replace(plan, slots=self._slots(scale) if any(reduced) else 0)
+
+    def _slots(self, scale: Scale) -> int:
+        """Room for what the least certain layer will keep, if layers differ about as much as one scale before."""
+        pairs = zip(self.ratio[scale.index + 1], self.deviation, strict=True)
+        share = max(1 - ratio * (1 - deviation - MARGIN) for ratio, deviation in pairs)
+        step = max(scale.tokens // BUCKETS, 1)
+        return min(max(-(-int(share * scale.tokens) // step) * step, step), scale.tokens)
 
     def _read_entropies(self) -> None:
-        for scale, images, entropy in self.pending:
-            for image, value in zip(images, entropy.tolist(), strict=True):
-                self.growth[image].add(scale.index + 1, value)
+        for scale, images, numbers in self.pending:
+            entropy, deviation = numbers.tolist()
+            for place, image in enumerate(images):
+                self.growth[image].add(scale.index + 1, entropy[place])
+                self.deviation[image] = USUAL if math.isnan(deviation[place]) else deviation[place]
         self.pending.clear()
 
     def _ratio(self, growth: Growth, t: int) -> float:
@@ -141,42 +156,55 @@ class NOVAPolicy(CachedPolicy):
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         t, rows, n = stats.scale.index + 1, stats.rows, stats.scale.tokens
         ratios = [self.ratio[t][image] for image in rows.which]
+        if not layer:
+            self.layer_sum: Tensor | None = None
+            self.chosen: Selection | None = None  # the newest of this scale
+            self.layers: list[
+                tuple[Tensor, Tensor, Tensor]
+            ] = []  # mean entropy, ratio and tokens kept of each layer, [B]
         if self.probe == "previous" and self.method.layer_linkage and self.records(stats.scale) and not all(ratios):
             # A complete scale is the only chance to learn the layers' entropies of an image.
-            complete = [i for i, ratio in enumerate(ratios) if not ratio]
-            mean = self._lens(layer, x, stats).double().mean(1)[complete]
-            self.means[layer].store(Rows(tuple(rows.which[i] for i in complete), ()), (1, 1), mean[:, None, None])
+            images = Rows(rows.which, ())
+            mean = self._lens(layer, x, stats).double().mean(1)[:, None, None]
+            known = self.memory["mean", layer].read(images, (1, 1), "nearest")
+            if known is not None:
+                mean = torch.where(self._of(rows, self.scale_ratio)[:, None, None] > 0, known, mean)
+            self.memory["mean", layer].store(images, (1, 1), mean)
         if not any(ratios):
             return None
         if self.once and self.chosen is not None:
-            images, means, past = self.noted[t]
-            self.noted[t] = (images, [*means, means[0]], [*past, past[0]])
+            self.layers.append(self.layers[0])
             return self.chosen
         entropy, mean = self._layer_entropy(layer, x, stats)
-        if self.scale_ratio is None:
-            self.scale_ratio = torch.tensor(ratios, dtype=torch.float64, device=x.device)
-        ratio = self._layer_ratio(layer, self.scale_ratio, mean)
+        ratio = self._layer_ratio(layer, self._of(rows, self.scale_ratio), mean)
         kept = n - (ratio * n).floor().long()
         kept = kept if self.method.allow_empty else kept.clamp_min(1)
-        self.noted[t] = (rows.which, [*self.noted[t][1], mean], [*self.noted[t][2], ratio])
-        chosen = keep_highest(self._score(layer, entropy, stats), kept)
+        self.layers.append((mean, ratio, kept))
+        chosen = keep_highest(self._score(layer, entropy, stats), kept, stats.slots)
         self.chosen = Selection(rows.spread(chosen.index), rows.spread(chosen.count))
         return self.chosen
+
+    def _of(self, rows: Rows, numbers: Tensor) -> Tensor:
+        """Those of the images at work, out of one per image of the call."""
+        everyone = len(rows.which) == self.context.images
+        return numbers if everyone else numbers[torch.tensor(rows.which, device=numbers.device)]
 
     def _lens(self, layer: int, x: Tensor, stats: Stats) -> Tensor:
         """Entropy [B, N] of the prediction that the model's own head would make here."""
         codes = None
         if self.probe == "lens_topk":
-            codes = torch.stack([self.codes[image] for image in stats.rows.which])
+            found = self.memory["codes"].read(Rows(stats.rows.which, ()), (1, 1), "nearest")
+            assert found is not None, "a reduced scale follows complete ones"
+            codes = found[:, 0]
         return token_entropy(stats.lens(x, self.method.entropy_of == "guided", codes), self.method.unit)
 
     def _layer_entropy(self, layer: int, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor]:
         """Of every token [B, N], and the layer's mean [B]."""
         if self.probe == "previous" or layer + 1 < self.method.probe_from_layer:
             images = Rows(stats.rows.which, ())
-            entropy = self.final.read(images, stats.scale.grid, self.method.restore_mode)
+            entropy = self.memory["final"].read(images, stats.scale.grid, self.method.restore_mode)
             assert entropy is not None, "a reduced scale follows complete ones"
-            means = self.means[layer].read(images, (1, 1), "nearest")
+            means = self.memory["mean", layer].read(images, (1, 1), "nearest")
             mean = entropy.double().mean((1, 2)) if means is None else means[:, 0, 0]
             return entropy[..., 0], mean
         entropy = self._lens(layer, x, stats)
@@ -200,14 +228,12 @@ class NOVAPolicy(CachedPolicy):
         """What the kept tokens have most of, [B, N]."""
         metric, images, grid = self.method.metric, Rows(stats.rows.which, ()), stats.scale.grid
         if metric == "random":
-            # The same tokens in all layers: else hardly a cell would pass through all of them.
-            noise = torch.rand(stats.scale.tokens, generator=torch.Generator().manual_seed(stats.scale.index))
-            return noise.to(entropy.device).expand_as(entropy)
+            return self.numbers[f"noise {stats.scale.index + 1}"].expand_as(entropy)
         if metric == "attention":  # attention that is spread over everything looks at nothing
-            cached = self.attention[layer].read(images, grid, self.method.restore_mode)
+            cached = self.memory["attention", layer].read(images, grid, self.method.restore_mode)
             return entropy if cached is None else -cached[..., 0]
         if metric == "mse":  # how much the layer changed a cell one scale before
-            cached = self.moved[layer].read(images, grid, self.method.restore_mode)
+            cached = self.memory["moved", layer].read(images, grid, self.method.restore_mode)
             return entropy if cached is None else cached[..., 0]
         return entropy
 
@@ -216,7 +242,7 @@ class NOVAPolicy(CachedPolicy):
         if self.method.metric == "mse" and self.records(stats.scale):
             images = stats.rows.images
             change = (filled[:images] - x[:images]).square().mean(-1, keepdim=True)
-            self.moved[layer].store(Rows(stats.rows.which, ()), stats.scale.grid, change)
+            self.memory["moved", layer].store(Rows(stats.rows.which, ()), stats.scale.grid, change)
         return filled
 
     def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
@@ -224,17 +250,17 @@ class NOVAPolicy(CachedPolicy):
         seen = logits if m.entropy_of == "guided" else raw[: rows.images]
         entropy = token_entropy(seen, m.unit)
         if self.computed is not None:  # elsewhere the newest that is known still holds
-            known = self.final.read(Rows(rows.which, ()), scale.grid, m.restore_mode)
+            known = self.memory["final"].read(Rows(rows.which, ()), scale.grid, m.restore_mode)
             entropy = entropy if known is None else torch.where(self.computed, entropy, known[..., 0])
-        self.pending.append((scale, rows.which, entropy.double().mean(1)))
+        self.entropy = entropy.double().mean(1)  # [B]
         if not self.records(scale):
             return
         if self.probe == "previous" or m.probe_from_layer == 2:
-            self.final.store(Rows(rows.which, ()), scale.grid, entropy[..., None])
+            self.memory["final"].store(Rows(rows.which, ()), scale.grid, entropy[..., None])
         if self.probe == "lens_topk":
             likely = seen.softmax(-1).mean(1)
             codes = likely.topk(min(LENS_CODES, likely.shape[-1]), dim=-1).indices
-            self.codes.update(dict(zip(rows.which, codes, strict=True)))
+            self.memory["codes"].store(Rows(rows.which, ()), (1, 1), codes[:, None])
         for layer, map_ in enumerate(stats.attention_entropy):
             self._store_attention(layer, map_[: rows.images], stats)
 
@@ -242,7 +268,22 @@ class NOVAPolicy(CachedPolicy):
         chosen = stats.chosen[layer]["self"]
         own = None if chosen is None else Selection(chosen.index[: len(entropy)], chosen.count[: len(entropy)])
         images = Rows(stats.rows.which, ())
-        store_chosen(self.attention[layer], images, stats.scale.grid, own, entropy[..., None], self.restore_mode)
+        cache = self.memory["attention", layer]
+        store_chosen(cache, images, stats.scale.grid, own, entropy[..., None], self.restore_mode)
+
+    def report(self, stats: Stats) -> dict[str, Tensor]:
+        if not self.layers:
+            return {"numbers": torch.stack((self.entropy, torch.full_like(self.entropy, torch.nan)))}
+        means, ratios, kept = (torch.stack(found) for found in zip(*self.layers, strict=True))  # [layers, B]
+        asked = self._of(stats.rows, self.scale_ratio)
+        deviation = torch.where(asked > 0, 1 - ratios.amin(0) / asked, torch.nan)
+        told = {"numbers": torch.stack((self.entropy, deviation)), "means": means, "ratios": ratios}
+        return {**told, "wanted": kept.max()}
+
+    def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
+        self.pending.append((stats.scale, stats.rows.which, report["numbers"]))
+        if "means" in report:
+            self.noted[stats.scale.index + 1] = (stats.rows.which, report["means"], report["ratios"])
 
     # For the trace
 
@@ -256,19 +297,17 @@ class NOVAPolicy(CachedPolicy):
     def decision(self, image: int, scale: Scale) -> Decision:
         self._read_entropies()
         t, g = scale.index + 1, self.growth[image]
-        images, means, ratios = self.noted.get(t, ((), [], []))
-        noted = image in images
+        layer_entropy: tuple[float, ...] = ()
+        layer_ratio: tuple[float, ...] = ()
+        if t in self.noted and image in self.noted[t][0]:
+            images, means, ratios = self.noted[t]
+            place = images.index(image)
+            layer_entropy, layer_ratio = tuple(means[:, place].tolist()), tuple(ratios[:, place].tolist())
         return Decision(
             entropy=g.entropy.get(t),
             growth=g.growth(t),
             smoothed_growth=g.smoothed(t),
             ratio=self.ratio.get(t, [0.0] * self.context.images)[image],
-            layer_entropy=tuple(float(m[images.index(image)]) for m in means) if noted else (),
-            layer_ratio=tuple(float(r[images.index(image)]) for r in ratios) if noted else (),
+            layer_entropy=layer_entropy,
+            layer_ratio=layer_ratio,
         )
-
-    def release(self) -> None:
-        super().release()
-        for caches in (self.moved, self.attention, self.means):
-            caches.clear()
-        self.final = TokenCache()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.methods.selection import Selection, scatter
-from nextscale.run import Rows
 from nextscale.schedule import Grid
+
+if TYPE_CHECKING:
+    from nextscale.run import Rows
 
 Row = tuple[int, bool]  # image, conditional
 
@@ -27,32 +31,46 @@ def resize_tokens(x: Tensor, grid: Grid, to: Grid, mode: str) -> Tensor:
     return F.interpolate(maps, size=to, mode=mode).flatten(2).transpose(1, 2)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Entry:
     grid: Grid
-    rows: list[Row]
+    rows: tuple[Row, ...]
     maps: Tensor  # [R, N, C]
+
+    def without(self, rows: set[Row]) -> _Entry:
+        left = [i for i, key in enumerate(self.rows) if key not in rows]
+        if len(left) == len(self.rows):
+            return self
+        return _Entry(self.grid, tuple(self.rows[i] for i in left), self.maps[left])
 
 
 class TokenCache:
-    """The newest map of every row, whatever scale it is from. One cache per layer and group."""
+    """The newest map of every row, whatever scale it is from."""
 
-    def __init__(self) -> None:
-        self.entries: list[_Entry] = []
+    def __init__(self, name: Hashable = None, places: dict[Hashable, Tensor] | None = None) -> None:
+        self.name, self.places = name, places
+        self.entries: tuple[_Entry, ...] = ()
 
     def store(self, rows: Rows, grid: Grid, maps: Tensor) -> None:
         keys = keys_of(rows)
         fresh = set(keys)
-        for entry in self.entries:  # images that did not run keep what they have
-            left = [i for i, key in enumerate(entry.rows) if key not in fresh]
-            entry.maps, entry.rows = entry.maps[left], [entry.rows[i] for i in left]
-        self.entries = [e for e in self.entries if e.rows] + [_Entry(grid, keys, maps)]
+        left = (entry.without(fresh) for entry in self.entries)  # images that did not run keep what they have
+        newest = _Entry(grid, tuple(keys), self._placed(grid, tuple(keys), maps))
+        self.entries = (*(entry for entry in left if entry.rows), newest)
+
+    def _placed(self, grid: Grid, rows: tuple[Row, ...], maps: Tensor) -> Tensor:
+        if self.places is None:
+            return maps
+        key = (self.name, grid, rows)
+        if key not in self.places:
+            self.places[key] = torch.empty_like(maps)
+        return self.places[key].copy_(maps)
 
     def read(self, rows: Rows, grid: Grid, mode: str) -> Tensor | None:
         """Maps for these rows on this grid; None if a row has none yet."""
         keys = keys_of(rows)
         newest = self.entries[-1] if self.entries else None
-        if newest is not None and newest.rows == keys:  # the usual case: nobody left
+        if newest is not None and newest.rows == tuple(keys):  # the usual case: nobody left
             return resize_tokens(newest.maps, newest.grid, grid, mode)
         found: dict[Row, Tensor] = {}
         for entry in self.entries:
@@ -63,6 +81,27 @@ class TokenCache:
         if len(found) < len(set(keys)):
             return None
         return torch.stack([found[key] for key in keys])
+
+
+class TokenCaches(dict[Hashable, TokenCache]):
+    """All that a policy remembers from scale to scale, by name; at fixed places if captured scales have to find it."""
+
+    def __init__(self, fixed: bool = False) -> None:
+        super().__init__()
+        self.places: dict[Hashable, Tensor] | None = {} if fixed else None
+
+    def __missing__(self, name: Hashable) -> TokenCache:
+        self[name] = TokenCache(name, self.places)
+        return self[name]
+
+    def entries(self) -> dict[Hashable, tuple[_Entry, ...]]:
+        """What is remembered now."""
+        return {name: cache.entries for name, cache in self.items()}
+
+    def remember(self, entries: dict[Hashable, tuple[_Entry, ...]]) -> None:
+        """What another scale left, and nothing else."""
+        for name in {*self, *entries}:
+            self[name].entries = entries.get(name, ())
 
 
 def store_chosen(

@@ -31,7 +31,8 @@ class Selection:
 def keep_highest(score: Tensor, count: Tensor, capacity: int | None = None) -> Selection:
     """The `count` [R] cells of highest score [R, N]; of equal scores the earlier cell.
 
-    `capacity` fixes the number of slots; None takes the largest count, which the host has to wait for.
+    `capacity` fixes the number of slots, and no more cells than that stay; None takes the largest count, which the
+    host has to wait for.
     """
     n = score.shape[1]
     slots = int(count.max()) if capacity is None else capacity
@@ -39,7 +40,7 @@ def keep_highest(score: Tensor, count: Tensor, capacity: int | None = None) -> S
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :slots]
     padding = torch.arange(slots, device=score.device) >= count[:, None]
     raster = order.masked_fill(padding, n).sort(dim=1).values
-    return Selection(raster.clamp_max(n - 1), count)
+    return Selection(raster.clamp_max(n - 1), count.clamp_max(slots))
 
 
 def gather(x: Tensor, chosen: Selection | None) -> Tensor:

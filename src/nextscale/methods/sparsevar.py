@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Group, Method, Policy, Stats
-from nextscale.methods.residual import TokenCache, store_chosen
+from nextscale.methods.residual import store_chosen
 from nextscale.methods.selection import Selection, gather, keep_highest
 from nextscale.run import Rows
 from nextscale.schedule import Grid, Scale
@@ -53,9 +53,8 @@ class SparseVARPolicy(Policy):
         self.method = method
         self.first = math.ceil(method.start_scale * len(context.schedule) - 1e-9) - 1  # index of the first sparse scale
         self.block = min(int(method.block * context.depth), context.depth - 1)
-        self.change = TokenCache()  # how much the block changed each cell, conditional rows
-        self.excluded = TokenCache()
-        self.logits = TokenCache()  # of the last scale, conditional
+        # Its memory, all of the conditional rows: how much the block changed each cell ("change"), the cells that
+        # are out ("excluded"), and the logits of the scale before.
         self.keep: Tensor | None = None  # [B, N] of this scale
         self.chosen: Selection | None = None
 
@@ -72,14 +71,14 @@ class SparseVARPolicy(Policy):
     def _decide(self, stats: Stats) -> None:
         """One selection for the whole scale."""
         m, grid, images = self.method, stats.scale.grid, Rows(stats.rows.which, ())
-        change = self.change.read(images, grid, m.restore_mode)
+        change = self.memory["change"].read(images, grid, m.restore_mode)
         assert change is not None, "every image ran the scale before"
         low = change[..., 0] < m.tau * change[..., 0].amax(1, keepdim=True)
-        before = self.excluded.read(images, grid, "nearest")
+        before = self.memory["excluded"].read(images, grid, "nearest")
         if before is not None:
             low = low | (before[..., 0] > 0)
         keep = ~low | self._anchors(grid, low.device)
-        self.excluded.store(images, grid, (~keep).float()[..., None])
+        self.memory["excluded"].store(images, grid, (~keep).float()[..., None])
         chosen = keep_highest(keep.float(), keep.sum(1))
         self.keep = keep
         self.chosen = Selection(stats.rows.spread(chosen.index), stats.rows.spread(chosen.count))
@@ -94,7 +93,7 @@ class SparseVARPolicy(Policy):
             own = None if chosen is None else Selection(chosen.index[:images], chosen.count[:images])
             moved = (y[:images] - gather(x[:images], own)).square().mean(-1, keepdim=True)
             which = Rows(stats.rows.which, ())
-            store_chosen(self.change, which, scale.grid, own, moved, self.method.restore_mode)
+            store_chosen(self.memory["change"], which, scale.grid, own, moved, self.method.restore_mode)
         return super().fill(layer, group, x, chosen, y, stats)
 
     def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
@@ -102,7 +101,7 @@ class SparseVARPolicy(Policy):
         if self.keep is None:
             return x, None
         m, grid = self.method, stats.scale.grid
-        before = self.logits.read(Rows(stats.rows.which, ()), grid, m.restore_mode)
+        before = self.memory["logits"].read(Rows(stats.rows.which, ()), grid, m.restore_mode)
         assert before is not None
         anchors = self._anchors(grid, x.device).nonzero().flatten()
         unit = F.normalize(before, dim=-1)
@@ -120,11 +119,7 @@ class SparseVARPolicy(Policy):
     def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         scale: Scale = stats.scale
         if self.first - 1 <= scale.index < len(self.context.schedule) - 1:
-            self.logits.store(Rows(stats.rows.which, ()), scale.grid, raw[: stats.rows.images].flatten(2))
+            self.memory["logits"].store(Rows(stats.rows.which, ()), scale.grid, raw[: stats.rows.images].flatten(2))
 
     def activation(self, image: int) -> Activation:
         return Activation(scale=self.first + 1, reason="fixed")
-
-    def release(self) -> None:
-        super().release()
-        self.change, self.excluded, self.logits = TokenCache(), TokenCache(), TokenCache()

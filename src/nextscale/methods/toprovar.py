@@ -11,7 +11,7 @@ from torch import Tensor
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
 from nextscale.methods.cached import CachedPolicy
-from nextscale.methods.residual import TokenCache, store_chosen
+from nextscale.methods.residual import store_chosen
 from nextscale.methods.selection import Selection, keep_highest
 from nextscale.run import Rows
 from nextscale.schedule import Scale
@@ -59,7 +59,6 @@ class ToProVARPolicy(CachedPolicy):
         self.landmark = max(round(method.representative * len(context.schedule)), 2) - 1  # index of that scale
         super().__init__(context, "residual", method.restore_mode, self.landmark, method.uncomputed)
         self.method = method
-        self.maps = [TokenCache() for _ in range(context.depth)]  # attention entropy per layer, conditional rows
         self.dominance: dict[int, Tensor] = {}  # per image [depth]: first over second singular value of the map
         self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
         self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []
@@ -127,7 +126,7 @@ class ToProVARPolicy(CachedPolicy):
             source = layer - 1
             if len(stats.attention_entropy) == layer:  # of this very scale; the last scale has only the one before
                 self._store(source, stats)
-        found = self.maps[source].read(images, grid, self.method.restore_mode)
+        found = self.memory["entropy", source].read(images, grid, self.method.restore_mode)
         assert found is not None, "a reduced scale follows complete ones"
         return found[..., 0]
 
@@ -136,7 +135,7 @@ class ToProVARPolicy(CachedPolicy):
         chosen = stats.chosen[layer]["self"]
         own = None if chosen is None else Selection(chosen.index[: len(entropy)], chosen.count[: len(entropy)])
         images = Rows(stats.rows.which, ())
-        store_chosen(self.maps[layer], images, stats.scale.grid, own, entropy, self.method.restore_mode)
+        store_chosen(self.memory["entropy", layer], images, stats.scale.grid, own, entropy, self.method.restore_mode)
 
     def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         if not stats.attention_entropy:
@@ -144,7 +143,10 @@ class ToProVARPolicy(CachedPolicy):
         images, scale = Rows(stats.rows.which, ()), stats.scale
         for layer in range(self.context.depth):
             self._store(layer, stats)
-        maps = [cache.read(images, scale.grid, "nearest") for cache in self.maps]
+        maps = [
+            cache.read(images, scale.grid, "nearest")
+            for cache in (self.memory["entropy", layer] for layer in range(self.context.depth))
+        ]
         stacked = torch.stack([m[..., 0] for m in maps if m is not None])  # [depth, B, N]
         mean = stacked.mean(0)
         low = (mean < mean.mean(1, keepdim=True)).double().mean(1)
@@ -172,7 +174,3 @@ class ToProVARPolicy(CachedPolicy):
 
     def decision(self, image: int, scale: Scale) -> Decision:
         return Decision()
-
-    def release(self) -> None:
-        super().release()
-        self.maps.clear()

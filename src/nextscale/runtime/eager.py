@@ -34,6 +34,7 @@ class Work:
     policy: Policy
     draws: Draws
     forced: Sequence[Tensor] = ()  # tokens of the first scales that the user gives, [B, ...]
+    method: str = ""  # its name and settings
 
     @property
     def guide_after(self) -> list[int]:
@@ -51,10 +52,12 @@ class Step:
     raw: Tensor  # logits of every row, before temperature and guidance
     hidden: Tensor  # output of the last block, [R, N, C]
     stats: Stats
+    report: dict[str, Tensor]  # what the policy tells the host
 
 
 class Eager:
     name = "eager"
+    slots: int | None = None  # room for the tokens of a reduced layer; None = as many as it keeps
     text_slots = 1  # prompts are padded to a multiple of it
     through = staticmethod(through)
 
@@ -99,7 +102,8 @@ class Eager:
         if scale.index == len(work.schedule) - 1:
             codes = backbone.finish(state, x, drawn, tokenizer, rows, weight, work.draws)
         codes = codes if cell_weight is None else codes * cell_weight[..., None]
-        return Step(tokenizer.add(features, codes, scale, work.schedule), drawn.tokens, logits, raw, x, stats)
+        features = tokenizer.add(features, codes, scale, work.schedule)
+        return Step(features, drawn.tokens, logits, raw, x, stats, policy.report(stats))
 
     def run_blocks(
         self,
@@ -121,7 +125,7 @@ class Eager:
                 return combine(backbone.head(state, hidden), rows.images, rows.guided, weight)
             return backbone.head(state, hidden[: rows.images], codes)  # conditional rows come first
 
-        stats = Stats(scale, rows, lens)
+        stats = Stats(scale, rows, lens, slots=self.slots)
         positions = backbone.positions(state, scale)
         # Context tokens stand in front of the first scale: they are always computed, and methods do not see them.
         stats.context = before = x.shape[1] - scale.tokens

@@ -1,14 +1,18 @@
 """A scale as one CUDA graph, so that the GPU never waits for the host to launch its kernels.
 
-A graph reads and writes fixed places. They belong to a `Program`, one for every shape of call: state, KV cache, maps
-and random numbers are put there, graphs are replayed, results are copied out.
+A graph reads and writes fixed places. They belong to a `Program`, one for every shape of call and method: state, KV
+cache, maps, random numbers and what the method remembers are put there, graphs are replayed, results are copied out.
+
+A method may keep another number of tokens in every layer and picture. A graph has room for `slots` of them; the rest of
+the room is padding. How many are needed is guessed before; if a layer wanted more, the scale is run again with more.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +21,9 @@ from torch import Tensor
 
 from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.kv import LayerCache
-from nextscale.methods.base import Policy, ScalePlan
+from nextscale.methods.base import Policy, ScalePlan, Stats
+from nextscale.methods.residual import TokenCaches
+from nextscale.methods.selection import Selection
 from nextscale.run import Rows, Run, not_finite
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.eager import Step, Work
@@ -26,35 +32,90 @@ from nextscale.schedule import Scale
 logger = logging.getLogger(__name__)
 
 
+Used = tuple[int, bool]  # slots of a layer's cache that the host knows to be used, and whether its rows differ
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a scale leaves at fixed places. All of it holds the newest replay."""
+
+    step: Step
+    finite: Tensor
+    chosen: Chosen
+    memory: dict[Hashable, Any]  # of the policy
+    kv: list[Used]
+
+
 @dataclass(frozen=True)
 class Captured:
     graph: Any  # with a `replay`
-    step: Step  # its tensors hold the newest replay
-    finite: Tensor
+    made: Recorded
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The selections of all layers, each stored once."""
+
+    index: Tensor | None  # [selections, R, K]
+    count: Tensor | None  # [selections, R]
+    which: list[dict[str, int | None]]  # per layer and part; None = all tokens
+
+    @classmethod
+    def of(cls, chosen: list[dict[str, Selection | None]]) -> Chosen:
+        distinct = {id(c): c for parts in chosen for c in parts.values() if c is not None}
+        number = {key: n for n, key in enumerate(distinct)}
+        which = [{p: None if c is None else number[id(c)] for p, c in parts.items()} for parts in chosen]
+        if not distinct:
+            return cls(None, None, which)
+        index, count = (torch.stack(t) for t in zip(*((c.index, c.count) for c in distinct.values()), strict=True))
+        return cls(index, count, which)
+
+    def copied(self) -> list[dict[str, Selection | None]]:
+        """For the trace, which must outlive the next replay."""
+        if self.index is None or self.count is None:
+            return [dict.fromkeys(parts) for parts in self.which]
+        made = [Selection(i, c) for i, c in zip(self.index.clone(), self.count.clone(), strict=True)]
+        return [{p: None if n is None else made[n] for p, n in parts.items()} for parts in self.which]
 
 
 class Program:
     """Everything of one shape of call, at fixed places."""
 
     def __init__(self, work: Work, run: Run) -> None:
-        self.state, self.features, self.kv = run.state, run.features, list(run.kv)
         assert isinstance(work.draws, PerImageDraws)
+        self.state, self.features = run.state, run.features
+        self.kv = [(cache.k, cache.v) for cache in run.kv]
+        rows = len(run.kv[0].k)
+        self.lengths = torch.zeros(len(self.kv), rows, dtype=torch.long, device=self.features.device)
+        self.before = self.features.clone(), self.lengths.clone()
         self.draws = FixedDraws(work.draws)
+        self.memory = TokenCaches(fixed=True)
+        self.numbers: dict[str, Tensor] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
-        self.graphs: dict[tuple[int, Rows], Captured] = {}
+        self.graphs: dict[Hashable, Captured] = {}
 
     def load(self, work: Work, run: Run) -> None:
-        """Put what a new call begins with to the fixed places, and let the run use them."""
+        """Put what a new call begins with to the fixed places, and let it work there."""
         assert isinstance(work.draws, PerImageDraws)
         self.draws.source = work.draws
         if run.state is not self.state:
-            ours, new = self.state.tensors(), run.state.tensors()
-            torch._foreach_copy_(ours, new)
+            torch._foreach_copy_(self.state.tensors(), run.state.tensors())
             self.features.zero_()
-            # The trace reads lengths long after the next call has overwritten the fixed place.
-            run.state = dataclasses.replace(self.state, text_lengths=run.state.text_lengths)
-            run.features = self.features
-            run.kv = [LayerCache.over(cache.k, cache.v) for cache in self.kv]
+        # The trace reads lengths long after the next call has overwritten the fixed place.
+        lengths = None if run.state.text_lengths is None else run.state.text_lengths.clone()
+        run.state, run.features = dataclasses.replace(self.state, text_lengths=lengths), self.features
+        run.kv = [LayerCache.over(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
+        self.memory.remember({})
+        work.policy.memory, work.policy.numbers = self.memory, self.numbers
+
+    def save(self) -> None:
+        for place, now in zip(self.before, (self.features, self.lengths), strict=True):
+            place.copy_(now)
+
+    def go_back(self) -> None:
+        """To where `save` was called: as if the scale had not been run."""
+        for place, now in zip(self.before, (self.features, self.lengths), strict=True):
+            now.copy_(place)
 
 
 class Graphs(Compiled):
@@ -63,10 +124,11 @@ class Graphs(Compiled):
 
     def __init__(self, backend: str = "inductor") -> None:
         super().__init__(backend)
-        self.key: Any = None
+        self.key: Hashable = None
         self.program: Program | None = None  # of the newest shape of call; its cache is large, so there is but one
         self.reason = ""  # why this call is not captured
         self.unread: list[tuple[Scale, Captured]] = []
+        self.scales = self.again = 0  # reduced scales that were run, and those that needed more room
 
     def open(self, work: Work, run: Run) -> None:
         self.unread.clear()
@@ -75,7 +137,8 @@ class Graphs(Compiled):
             logger.info("no CUDA graphs: %s", self.reason)
             return
         shapes = tuple((t.shape, t.dtype) for t in run.state.tensors())
-        key = (work.backbone, work.schedule, work.sampling, shapes, len(run.features))
+        method = "" if passive(work.policy) else work.method
+        key = (work.backbone, work.schedule, work.sampling, shapes, len(run.features), method)
         if self.program is None or self.key != key:
             self.program = None  # frees the old one first
             run.reserve(work.backbone.context + work.schedule.tokens)
@@ -98,21 +161,41 @@ class Graphs(Compiled):
     ) -> Step:
         program = self.program
         if self.reason or program is None or rows.images < len(program.features):
+            self.slots = None
             return super().run_scale(work, scale, plan, rows, state, features, kv)
         if features is not program.features:  # a callback gave others
             program.features.copy_(features)
         work = dataclasses.replace(work, draws=program.draws)
-        captured = program.graphs.get((scale.index, rows))
-        if captured is None:
-            captured = self.capture(program, work, scale, plan, rows, state, kv)
-            program.graphs[scale.index, rows] = captured
-        else:
-            program.draws.refill(scale.index, rows.which)
-            for cache in kv:
-                cache.used += scale.tokens + captured.step.stats.context
-        captured.graph.replay()
+        program.draws.refill(scale.index, rows.which)
+        slots, used, remembered = plan.slots, tuple(used_of(kv)), program.memory.entries()
+        while True:
+            self.slots = slots or None
+            key = (scale.index, rows, plan.variant, plan.needs, slots, used)
+            captured = program.graphs.get(key)
+            if slots or captured is None:
+                program.save()
+            if captured is None:
+                captured = program.graphs[key] = self.capture(program, work, scale, plan, rows, state, kv)
+            captured.graph.replay()
+            self.scales += bool(slots)
+            wanted = int(captured.made.step.report["wanted"]) if slots else 0
+            if wanted <= slots:
+                break
+            self.again += 1
+            program.go_back()
+            program.memory.remember(remembered)
+            slots = min(max(wanted, slots + 1), scale.tokens)
+        made = captured.made
+        use(kv, made.kv)
+        program.memory.remember(made.memory)
         self.unread.append((scale, captured))
-        return captured.step
+        return self.copied(made, scale, rows)
+
+    def copied(self, made: Recorded, scale: Scale, rows: Rows) -> Step:
+        """What has to outlive the next replay."""
+        stats = Stats(scale, rows, made.step.stats.lens, made.chosen.copied(), context=made.step.stats.context)
+        report = {name: told.clone() for name, told in made.step.report.items()}
+        return dataclasses.replace(made.step, stats=stats, report=report)
 
     def capture(
         self,
@@ -124,28 +207,34 @@ class Graphs(Compiled):
         state: Any,
         kv: Sequence[LayerCache],
     ) -> Captured:
-        kv, used = list(kv), kv[0].used
+        kv = [copy.copy(cache) for cache in kv]
+        before, remembered = used_of(kv), program.memory.entries()
 
-        def run() -> tuple[Step, Tensor]:
-            for cache in kv:
-                cache.used = used
+        def run() -> Recorded:
+            program.memory.remember(remembered)
+            use(kv, before)
             step = super(Graphs, self).run_scale(work, scale, plan, rows, state, program.features, kv)
-            return step, torch.isfinite(step.logits).all()
+            finite = torch.isfinite(step.logits).all()
+            return Recorded(step, finite, Chosen.of(step.stats.chosen), program.memory.entries(), used_of(kv))
 
-        graph, (step, finite) = self.record(run, program)
-        return Captured(graph, dataclasses.replace(step, features=program.features), finite)
+        graph, made = self.record(run, program)
+        program.memory.remember(remembered)  # nothing has been run yet
+        return Captured(
+            graph, dataclasses.replace(made, step=dataclasses.replace(made.step, features=program.features))
+        )
 
-    def record(self, run: Callable[[], tuple[Step, Tensor]], program: Program) -> Any:
-        """A graph whose replay is `run` with its maps put to their fixed place, and what it returns."""
+    def record(self, run: Callable[[], Recorded], program: Program) -> tuple[Any, Recorded]:
+        """A graph whose replay is `run` with its maps put to their fixed place, and what `run` returns."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles, measures, loads: nothing of that may be captured
             run()
         torch.cuda.current_stream().wait_stream(side)
+        program.go_back()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=program.pool):
             made = run()
-            program.features.copy_(made[0].features)
+            program.features.copy_(made.step.features)
         return graph, made
 
     def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Any) -> None:
@@ -154,9 +243,25 @@ class Graphs(Compiled):
             super().require_finite(raw, logits, scale, backbone)
 
     def close(self, work: Work) -> None:
-        if self.unread and not all(torch.stack([c.finite for _, c in self.unread]).tolist()):
-            scale, captured = next((s, c) for s, c in self.unread if not c.finite)
-            raise not_finite(captured.step.raw, scale, work.backbone)
+        if self.unread and not all(torch.stack([c.made.finite for _, c in self.unread]).tolist()):
+            scale, captured = next((s, c) for s, c in self.unread if not c.made.finite)
+            raise not_finite(captured.made.step.raw, scale, work.backbone)
+
+
+def used_of(kv: Sequence[LayerCache]) -> list[Used]:
+    return [(0, True) if cache.length is not None else (cache.used, False) for cache in kv]
+
+
+def use(kv: Sequence[LayerCache], used: Sequence[Used]) -> None:
+    """What the host knows of a cache whose scale was run by a graph. Of rows that differ, only the device does."""
+    for cache, (slots, ragged) in zip(kv, used, strict=True):
+        cache.used, cache.length = slots, cache.length_place if ragged else None
+
+
+def passive(policy: Policy) -> bool:
+    """Whether a policy decides on the host alone, so that its scales are those of the plain run."""
+    kind = type(policy)
+    return all(getattr(kind, n) is getattr(Policy, n) for n in ("select", "fill", "complete", "end_scale", "report"))
 
 
 def why_not(work: Work) -> str:
@@ -165,6 +270,6 @@ def why_not(work: Work) -> str:
         return "random numbers come from the caller's generator"
     if work.forced:
         return "tokens are forced"
-    kind = type(work.policy)
-    acts = [n for n in ("select", "fill", "complete", "end_scale") if getattr(kind, n) is not getattr(Policy, n)]
-    return f"the method's {acts[0]} depends on the picture" if acts else ""
+    if not passive(work.policy) and not work.policy.capturable:
+        return "the method waits for the device inside a scale"
+    return ""
