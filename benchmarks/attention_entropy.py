@@ -37,7 +37,10 @@ def identity(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
 def milliseconds(function, repeats: int = 20) -> float:
     from triton.testing import do_bench
 
-    return do_bench(function, warmup=5, rep=repeats, return_mode="median")
+    try:
+        return do_bench(function, warmup=5, rep=repeats, return_mode="median")
+    except RuntimeError:  # torch has no such kernel for this shape
+        return float("inf")
 
 
 def main() -> None:

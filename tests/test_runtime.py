@@ -50,8 +50,8 @@ def test_compiled_blocks_give_the_same_tokens(any_pipe, fresh) -> None:
     assert same_tokens(plain, again)
     assert torch.allclose(plain.images, again.images, atol=1e-5)
     assert again.trace.to_dict()["runtime"] == "compiled"
-    # Two functions, each for one token and for any number of them: not one for every layer or scale.
-    assert backend.asked <= 4
+    # Three functions, each for one token and for any number of them: not one for every layer or scale.
+    assert backend.asked <= 6
 
 
 def test_compiled_blocks_with_a_method(any_pipe, fresh) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from nextscale.entropy import token_entropy
 from nextscale.errors import NextscaleError, choices
 from nextscale.methods.residual import TokenCaches
 from nextscale.methods.selection import Selection, scatter
@@ -71,6 +72,7 @@ class Stats:
     attention_entropy: list[Tensor] = field(default_factory=list)  # per layer [R, K], if the plan needs it
     context: int = 0  # tokens that ran in front of the scale's own
     slots: int | None = None  # room for the tokens of a layer; None = as many as it keeps
+    token_entropy: Callable[[Tensor, str], Tensor] = token_entropy  # of logits; an executor may have a faster one
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nextscale.kernels.restore import fused_restore, restores
 from nextscale.methods.base import Context, Group, Policy, Stats
 from nextscale.methods.selection import Selection, gather, scatter
 from nextscale.schedule import Scale
@@ -38,28 +39,36 @@ class CachedPolicy(Policy):
         """Whether a later scale may need what this one leaves behind."""
         return self.after <= scale.index < len(self.context.schedule) - 1
 
-    def cached(self, layer: int, group: Group, stats: Stats) -> Tensor | None:
-        """What the cache says for the rows and the grid of this scale, [R, N, C]."""
-        return self.memory["added", layer, group].read(stats.rows, stats.scale.grid, self.restore_mode)
-
     def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
         if self.kind == "zero":
             return super().fill(layer, group, x, chosen, y, stats)
-        cached = None if chosen is None else self.cached(layer, group, stats)
+        cache, rows, grid = self.memory["added", layer, group], stats.rows, stats.scale.grid
+        records, feature = self.records(stats.scale), self.kind == "feature"
+        newest = None if chosen is None or feature or not restores(x, self.restore_mode) else cache.newest(rows)
+        if chosen is not None and newest is not None:  # the same as below, in one pass
+            new = cache.place(rows, grid, x) if records else None
+            grids = newest.grid, grid
+            filled = fused_restore(x, newest.maps, grids, self.restore_mode, chosen, y, new)
+        else:
+            filled, new = self._restored(cache.read(rows, grid, self.restore_mode), x, chosen, y)
+        if records:
+            assert new is not None
+            cache.store(rows, grid, new)
+        return filled
+
+    def _restored(self, cached: Tensor | None, x: Tensor, chosen: Selection | None, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The output of all tokens, and what the next scale will find."""
         feature = self.kind == "feature"
         if chosen is None:
-            filled, new = y, (y if feature else y - x)
-        elif cached is None:  # nothing to restore from: the first scale that this image runs
-            filled = new = scatter(x, chosen, y)
-            new = new if feature else new - x
-        elif feature:
-            filled = new = scatter(cached, chosen, y)
-        else:
-            filled = scatter(x + cached, chosen, y)
-            new = scatter(cached, chosen, y - gather(x, chosen))  # what a dropped token received ages with it
-        if self.records(stats.scale):
-            self.memory["added", layer, group].store(stats.rows, stats.scale.grid, new)
-        return filled
+            return y, y if feature else y - x
+        if cached is None:  # nothing to restore from: the first scale that this image runs
+            filled = scatter(x, chosen, y)
+            return filled, filled if feature else filled - x
+        if feature:
+            filled = scatter(cached, chosen, y)
+            return filled, filled
+        # What a dropped token received ages with it.
+        return scatter(x + cached, chosen, y), scatter(cached, chosen, y - gather(x, chosen))
 
     def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
         """A restored state predicts what was right one scale before. Where bits correct each other from scale to

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nextscale.entropy import token_entropy
 from nextscale.errors import NextscaleError
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
@@ -196,7 +195,7 @@ class NOVAPolicy(CachedPolicy):
             found = self.memory["codes"].read(Rows(stats.rows.which, ()), (1, 1), "nearest")
             assert found is not None, "a reduced scale follows complete ones"
             codes = found[:, 0]
-        return token_entropy(stats.lens(x, self.method.entropy_of == "guided", codes), self.method.unit)
+        return stats.token_entropy(stats.lens(x, self.method.entropy_of == "guided", codes), self.method.unit)
 
     def _layer_entropy(self, layer: int, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor]:
         """Of every token [B, N], and the layer's mean [B]."""
@@ -248,7 +247,7 @@ class NOVAPolicy(CachedPolicy):
     def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         m, rows, scale = self.method, stats.rows, stats.scale
         seen = logits if m.entropy_of == "guided" else raw[: rows.images]
-        entropy = token_entropy(seen, m.unit)
+        entropy = stats.token_entropy(seen, m.unit)
         if self.computed is not None:  # elsewhere the newest that is known still holds
             known = self.memory["final"].read(Rows(rows.which, ()), scale.grid, m.restore_mode)
             entropy = entropy if known is None else torch.where(self.computed, entropy, known[..., 0])

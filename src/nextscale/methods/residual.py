@@ -61,16 +61,31 @@ class TokenCache:
     def _placed(self, grid: Grid, rows: tuple[Row, ...], maps: Tensor) -> Tensor:
         if self.places is None:
             return maps
+        place = self._place(grid, rows, maps)
+        return place if maps is place else place.copy_(maps)
+
+    def _place(self, grid: Grid, rows: tuple[Row, ...], like: Tensor) -> Tensor:
+        if self.places is None:
+            return torch.empty_like(like)
         key = (self.name, grid, rows)
         if key not in self.places:
-            self.places[key] = torch.empty_like(maps)
-        return self.places[key].copy_(maps)
+            self.places[key] = torch.empty_like(like)
+        return self.places[key]
+
+    def place(self, rows: Rows, grid: Grid, like: Tensor) -> Tensor:
+        """Where a map may be written before it is stored, which then copies nothing."""
+        return self._place(grid, tuple(keys_of(rows)), like)
+
+    def newest(self, rows: Rows) -> _Entry | None:
+        """The newest map, if it has exactly these rows."""
+        entry = self.entries[-1] if self.entries else None
+        return entry if entry is not None and entry.rows == tuple(keys_of(rows)) else None
 
     def read(self, rows: Rows, grid: Grid, mode: str) -> Tensor | None:
         """Maps for these rows on this grid; None if a row has none yet."""
         keys = keys_of(rows)
-        newest = self.entries[-1] if self.entries else None
-        if newest is not None and newest.rows == tuple(keys):  # the usual case: nobody left
+        newest = self.newest(rows)
+        if newest is not None:  # the usual case: nobody left
             return resize_tokens(newest.maps, newest.grid, grid, mode)
         found: dict[Row, Tensor] = {}
         for entry in self.entries:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nextscale.kernels.select import fused_select, selects
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -36,6 +38,8 @@ def keep_highest(score: Tensor, count: Tensor, capacity: int | None = None) -> S
     """
     n = score.shape[1]
     slots = int(count.max()) if capacity is None else capacity
+    if selects(score):
+        return Selection(fused_select(score, count, slots), count.clamp_max(slots))
     # A stable sort, not topk: which of two equal scores stays must not depend on the batch or the device.
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :slots]
     padding = torch.arange(slots, device=score.device) >= count[:, None]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextscale.entropy import token_entropy
 from nextscale.kv import Memory
-from nextscale.models.base import Block
+from nextscale.models.base import Backbone, Block
 from nextscale.runtime.decoder import GPUDecoder
 from nextscale.runtime.eager import Eager
 from nextscale.tokenizers.base import ImageTokenizer
@@ -28,6 +29,10 @@ def rest(block: Block, parts: Sequence[str], x: Tensor, seen: Tensor | None, giv
     return x
 
 
+def head(backbone: Backbone, state: Any, x: Tensor) -> Tensor:
+    return backbone.head(state, x)
+
+
 class Compiled(Eager):
     name = "compiled"
 
@@ -35,6 +40,8 @@ class Compiled(Eager):
         # Blocks of one class share their code: torch treats their weights as inputs.
         self.ask = torch.compile(ask, backend=backend, fullgraph=True)
         self.rest = torch.compile(rest, backend=backend, fullgraph=True)
+        self._head = torch.compile(head, backend=backend)
+        self._entropy = torch.compile(token_entropy, backend=backend)
         self.decoder: GPUDecoder | None = None
 
     def reset(self) -> None:
@@ -44,6 +51,17 @@ class Compiled(Eager):
         if self.decoder is None:
             self.decoder = GPUDecoder(tokenizer.decoder)
         return tokenizer.decode(features, self.decoder)
+
+    def head(self, backbone: Backbone, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        if codes is not None:
+            return super().head(backbone, state, x, codes)
+        x = x.contiguous()
+        _any_number(1, x)
+        return self._head(backbone, state, x)
+
+    def token_entropy(self, logits: Tensor, unit: str = "token") -> Tensor:
+        _any_number(1, logits)
+        return self._entropy(logits, unit)
 
     def through(
         self,

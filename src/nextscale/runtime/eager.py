@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nextscale.attention import fresh_shapes
 from nextscale.draws import Draws
+from nextscale.entropy import token_entropy
 from nextscale.guidance import combine, combine_inside
 from nextscale.kv import LayerCache, Memory, WatchedCache
 from nextscale.methods.base import Policy, ScalePlan, Stats
@@ -60,6 +61,11 @@ class Eager:
     slots: int | None = None  # room for the tokens of a reduced layer; None = as many as it keeps
     text_slots = 1  # prompts are padded to a multiple of it
     through = staticmethod(through)
+    token_entropy = staticmethod(token_entropy)
+
+    def head(self, backbone: Backbone, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        """Logits of hidden states x [R, N, C]."""
+        return backbone.head(state, x, codes)
 
     def open(self, work: Work, run: Run) -> None:
         """A call begins."""
@@ -91,7 +97,7 @@ class Eager:
         x = backbone.embed(state, before, scale)
         x, stats = self.run_blocks(work, scale, plan, rows, state, x, kv, weight)
         x, cell_weight = policy.complete(x, stats)
-        raw = backbone.head(state, x)
+        raw = self.head(backbone, state, x)
         on_logits = weight if 0 in sampling.guidance_layers else 1.0
         logits = combine(raw.mul(1 / sampling.temperature[scale.index]), rows.images, rows.guided, on_logits)
         self.require_finite(raw, logits, scale, backbone)
@@ -122,10 +128,10 @@ class Eager:
         def lens(hidden: Tensor, guided: bool, codes: Tensor | None = None) -> Tensor:
             """The model's own head on a state between two layers."""
             if guided:
-                return combine(backbone.head(state, hidden), rows.images, rows.guided, weight)
-            return backbone.head(state, hidden[: rows.images], codes)  # conditional rows come first
+                return combine(self.head(backbone, state, hidden), rows.images, rows.guided, weight)
+            return self.head(backbone, state, hidden[: rows.images], codes)  # conditional rows come first
 
-        stats = Stats(scale, rows, lens, slots=self.slots)
+        stats = Stats(scale, rows, lens, slots=self.slots, token_entropy=self.token_entropy)
         positions = backbone.positions(state, scale)
         # Context tokens stand in front of the first scale: they are always computed, and methods do not see them.
         stats.context = before = x.shape[1] - scale.tokens

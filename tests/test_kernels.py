@@ -1,0 +1,161 @@
+"""What kernels compute, on the CPU through their references and on a GPU (`make test-gpu`) against them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nextscale.entropy import attention_entropy
+from nextscale.kernels.attention import attend, reference, runs_on
+from nextscale.kernels.gelu import linear_gelu
+from nextscale.kernels.keys import stores
+from nextscale.kernels.norm import group_norm, join
+from nextscale.kv import LayerCache
+from nextscale.methods.cached import CachedPolicy
+from nextscale.methods.residual import resize_tokens
+from nextscale.methods.selection import keep_highest
+from nextscale.models.layers import SelfAttention
+
+gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+on_both = pytest.mark.parametrize("device", ["cpu", gpu])
+
+
+def off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+@on_both
+@pytest.mark.parametrize("shape", [(2, 3, 1, 1), (2, 3, 5, 37), (1, 2, 200, 333), (3, 1, 64, 64)])
+@pytest.mark.parametrize("width", [32, 128])
+def test_attention_with_entropy(device: str, shape, width: int) -> None:
+    rows, heads, queries, keys = shape
+    torch.manual_seed(queries)
+    q, k, v = (torch.randn(rows, heads, n, width, device=device).to(dtype_of(device)) for n in (queries, keys, keys))
+    q = q * 3
+    length = torch.randint(1, keys + 1, (rows,), device=device)
+    assert runs_on(q) == (device == "cuda")
+    for lengths in (None, length):
+        seen, entropy = attend(q, k, v, 0.2, lengths, entropy=True)
+        exact, right = reference(q.double(), k.double(), v.double(), 0.2, lengths, entropy=True)
+        assert off(seen, exact) < 0.01
+        assert (entropy - right).abs().max() < 2e-3
+        assert seen.shape == q.shape
+
+
+def test_the_entropy_of_equal_keys_is_the_logarithm_of_their_number() -> None:
+    q, k = torch.randn(1, 2, 3, 32), torch.ones(1, 2, 40, 32)
+    _, entropy = attend(q, k, k, 1.0, torch.tensor([7]), entropy=True)
+    assert torch.allclose(entropy, torch.full((1, 3), 7.0).log())
+    assert torch.allclose(attention_entropy(q, k, 1.0), torch.full((1, 3), 40.0).log())
+
+
+@on_both
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool) -> None:
+    torch.manual_seed(0)
+    rows, tokens, heads, width = 2, 9, 3, 64
+    attn = SelfAttention(heads * width, heads, cosine=True).to(device).requires_grad_(False)
+    attn.log_scale.normal_(1, 3)
+    qkv = torch.randn(rows, tokens, 3, heads, width, device=device).to(dtype_of(device))
+    angle = torch.randn(rows, tokens, width // 2, device=device)
+    positions = torch.stack((angle.cos(), angle.sin()), -1) if rotary else None
+    count = torch.tensor([4, 9], device=device) if ragged else None
+    cache = LayerCache(rows, heads, width, qkv.dtype, qkv.device)
+    assert stores(attn, qkv, positions) == (device == "cuda")
+    for _ in range(2):  # behind what is there
+        q = cache.store(attn, qkv, positions, count)
+    q0, k0, v0 = (t.double() for t in attn.split(qkv, positions))
+    assert off(q, q0) < 0.01
+    assert cache.lengths.tolist() == ([8, 18] if ragged else [18, 18])
+    for row, kept in enumerate([4, 9] if ragged else [9, 9]):
+        assert off(cache.k[row, :, kept : 2 * kept], k0[row, :, :kept]) < 0.01
+        assert off(cache.v[row, :, :kept], v0[row, :, :kept]) < 1e-6
+    seen = cache.attend(q, 1.0)
+    assert seen.shape == (rows, heads, tokens, width)
+    assert torch.isfinite(seen).all()
+
+
+@on_both
+@pytest.mark.parametrize("cells", [1, 16, 100, 4096])
+def test_selection(device: str, cells: int) -> None:
+    torch.manual_seed(cells)
+    score = torch.randn(3, cells)
+    score[0, : cells // 2] = score[0, 0]  # ties
+    score[1, -1] = -0.0
+    count = torch.randint(1, cells + 1, (3,))
+    slots = max(int(count.max()), cells // 2)
+    expected = keep_highest(score, count, slots)
+    found = keep_highest(score.to(device), count.to(device), slots)
+    assert torch.equal(found.index.cpu(), expected.index)
+    for row, n in enumerate(count.tolist()):
+        kept = expected.index[row, :n]
+        assert len(set(kept.tolist())) == n
+        dropped = [i for i in range(cells) if i not in set(kept.tolist())]
+        assert not dropped or score[row, kept].min() >= score[row, dropped].max()
+    few = keep_highest(score.to(device), count.to(device), 1)  # less room than was asked for
+    assert few.count.tolist() == [1, 1, 1]
+
+
+@on_both
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("grids", [((3, 4), (5, 7)), ((6, 6), (8, 8)), ((2, 2), (2, 2)), ((16, 16), (20, 20))])
+def test_holes_are_filled(device: str, mode: str, grids) -> None:
+    torch.manual_seed(0)
+    (h, w), (height, width) = grids
+    cells, channels = height * width, 96
+    x, cached = torch.randn(2, cells, channels), torch.randn(2, h * w, channels)
+    chosen = keep_highest(torch.randn(2, cells), torch.tensor([1, max(cells // 2, 1)]), max(cells // 2, 1))
+    y = torch.randn(2, chosen.index.shape[1], channels)
+    policy = CachedPolicy.__new__(CachedPolicy)
+    policy.kind = "residual"
+    expected, new = policy._restored(resize_tokens(cached, *grids, mode), x, chosen, y)
+    kept = chosen.mask(cells)
+    assert torch.equal(expected[kept], y[chosen.real])
+    assert torch.allclose(new, expected - x, atol=1e-5)
+    if device == "cuda":
+        from nextscale.kernels.restore_triton import fused_restore
+
+        there = type(chosen)(chosen.index.to(device), chosen.count.to(device))
+        added = torch.full((2, cells, channels), torch.nan, device=device)
+        found = fused_restore(x.to(device), cached.to(device), grids, mode, there, y.to(device), added)
+        assert off(found.cpu(), expected) < 1e-6
+        assert off(added.cpu(), new) < 1e-6
+
+
+@on_both
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize(("channels", "side"), [(32, 5), (128, 33), (512, 16)])
+def test_group_norm(device: str, channels: int, side: int, silu: bool) -> None:
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(32, channels, eps=1e-6).requires_grad_(False).to(device)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    norm.to(dtype_of(device))
+    x = (torch.randn(2, channels, side, side + 2, device=device) * 3 + 1).to(dtype_of(device))
+    x = x.contiguous(memory_format=torch.channels_last)
+    offset = torch.randn(channels, device=device).to(dtype_of(device))
+    for added in (None, offset):
+        exact = x.double() if added is None else x.double() + added.double()[:, None, None]
+        exact = F.group_norm(exact, 32, norm.weight.double(), norm.bias.double(), 1e-6)
+        exact = F.silu(exact) if silu else exact
+        assert off(group_norm(x, added, norm, silu), exact) < 0.01
+    h = torch.randn_like(x)
+    total = x.double() + h.double() + offset.double()[:, None, None]
+    assert off(join(x, h, offset), total) < 0.01
+
+
+@on_both
+def test_linear_with_gelu(device: str) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 7, 64), torch.randn(96, 64) / 8, torch.randn(96)
+    exact = F.gelu(F.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
+    with torch.no_grad():
+        found = linear_gelu(*(t.to(device, dtype_of(device)) for t in (x, weight, bias)))
+    assert off(found.cpu(), exact) < 0.01
