@@ -1,7 +1,8 @@
 """Time, memory and where it goes, on a CUDA GPU, at the true shapes with random weights.
 
     python benchmarks/gpu.py [--models infinity-2b,infinity-8b] [--runtimes eager,graphs] [--batches 1,4,8]
-                             [--ratios none,nova:t*=7,spread=0.15] [--json FILE]
+                             [--ratios none "nova:t*=7,spread=0.15"] [--json FILE] [--plot PNG]
+    python benchmarks/gpu.py --from FILE... --plot PNG      # only draws what was measured before
 
 Guided, 40 text tokens, bfloat16, 13 scales, decode included, text encoder not counted. Warm-up calls come first; then
 the median and the 95th percentile of the wall time of a call, and of one more call the times of its scales by CUDA
@@ -125,6 +126,37 @@ def measure(pipe: Pipeline, images: int, method: NOVA | None, repeats: int) -> d
     }
 
 
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Time of every scale, one panel per model and batch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    colours = {"eager": "#D55E00", "compiled": "#E69F00", "graphs": "#0072B2"}
+    panels = list(dict.fromkeys((r["model"], r["images"]) for r in rows))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(5.2 * len(panels), 4), layout="constrained", squeeze=False, sharey=True
+    )
+    for axis, (model, images) in zip(axes[0], panels, strict=True):
+        for row in rows:
+            if (row["model"], row["images"]) == (model, images):
+                style = "-o" if row["ratios"] == "none" else "--s"
+                what = "nothing dropped" if row["ratios"] == "none" else row["ratios"]
+                label = f"{row['runtime']}, {what}: {row['ms']:.0f} ms"
+                scales = range(1, len(row["scales_ms"]) + 1)
+                axis.plot(scales, row["scales_ms"], style, color=colours[row["runtime"]], ms=4, lw=1.4, label=label)
+        axis.set(xlabel="scale", yscale="log", title=f"{model}, batch {images}", xticks=list(scales))
+        axis.yaxis.set_major_formatter(ScalarFormatter())
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25, lw=0.6)
+        axis.legend(frameon=False, fontsize=8, loc="upper left")
+    axes[0][0].set_ylabel("milliseconds")
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="infinity-2b,infinity-8b")
@@ -133,7 +165,12 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="+", default=["none", "nova:t*=7,spread=0.15", "nova:t*=7,spread=0"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--from", type=Path, nargs="+", dest="before", help="files of --json; nothing is measured")
     options = parser.parse_args()
+    if options.before:
+        plot([row for path in options.before for row in json.loads(path.read_text())], options.plot)
+        return
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
@@ -164,6 +201,8 @@ def main() -> None:
                     if options.json:
                         options.json.write_text(json.dumps(rows, indent=1))
         del pipe
+    if options.plot:
+        plot(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nextscale.entropy import attention_entropy
+from nextscale.entropy import attention_entropy, token_entropy
 from nextscale.kernels.attention import attend, reference, runs_on
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.keys import stores
+from nextscale.kernels.lens import BitHead, fused_lens, looks
 from nextscale.kernels.norm import group_norm, join
 from nextscale.kv import LayerCache
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.residual import resize_tokens
 from nextscale.methods.selection import keep_highest
-from nextscale.models.layers import SelfAttention
+from nextscale.models.infinity import InfinityState
+from nextscale.models.layers import SelfAttention, modulated_norm
 
 gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 on_both = pytest.mark.parametrize("device", ["cpu", gpu])
@@ -127,6 +129,31 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
         found = fused_restore(x.to(device), cached.to(device), grids, mode, there, y.to(device), added)
         assert off(found.cpu(), expected) < 1e-6
         assert off(added.cpu(), new) < 1e-6
+
+
+@on_both
+@pytest.mark.parametrize("unit", ["token", "bit"])
+def test_the_entropy_of_the_lens(device: str, unit: str) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(128, 2 * 5).to(device).requires_grad_(False)
+    x = torch.randn(2, 45, 128, device=device) * 3 + 1
+    scale, shift = torch.randn(2, 2, 1, 128, device=device)
+    logits = head(modulated_norm(x, scale, shift, 1e-6)).unflatten(-1, (5, 2))
+    parts = BitHead.of(head, scale[:, 0], shift[:, 0], 1e-6)
+    assert torch.allclose(parts.logits(x), logits[..., 1] - logits[..., 0], atol=1e-4)
+    assert looks(x) == (device == "cuda")
+    if device == "cuda":
+        assert off(fused_lens(x, parts, unit), token_entropy(logits, unit)) < 1e-5
+
+
+def test_the_head_of_bits_in_another_form(infinity) -> None:
+    backbone = infinity.backbone
+    x = torch.randn(4, 7, backbone.width) * 3 + 1
+    state = InfinityState(None, None, [], torch.randn(4, 1, 2, backbone.width), [], None, None)
+    with torch.no_grad():
+        logits = backbone.head(state, x[:2])
+        parts = backbone.bit_head(state, 2)
+        assert torch.allclose(parts.logits(x[:2]), logits[..., 1] - logits[..., 0], atol=1e-4)
 
 
 @on_both

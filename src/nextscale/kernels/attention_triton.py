@@ -28,7 +28,7 @@ def fused(
     spread = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device) if entropy else None
     tuned = tuned or blocks(queries)
     grid = (triton.cdiv(queries, tuned["BLOCK_Q"]), rows * heads)
-    _kernel[grid](
+    _attention[grid](
         q,
         k,
         v,
@@ -58,7 +58,7 @@ def blocks(queries: int) -> dict[str, int]:
 
 
 @triton.jit
-def _kernel(
+def _attention(
     q_at,
     k_at,
     v_at,

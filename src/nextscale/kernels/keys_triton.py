@@ -29,7 +29,7 @@ def split_and_store(
     rows, tokens, _, heads, width = qkv.shape
     q = torch.empty(rows, tokens, heads, width, dtype=qkv.dtype, device=qkv.device)  # attention keeps this order
     grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(heads, HEADS), rows)
-    _kernel[grid](
+    _split_and_store[grid](
         qkv,
         q,
         keys,
@@ -55,7 +55,7 @@ def split_and_store(
 
 
 @triton.jit
-def _kernel(
+def _split_and_store(
     qkv_at,
     q_at,
     k_at,

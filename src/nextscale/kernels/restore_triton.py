@@ -36,7 +36,7 @@ def fused_restore(
     slots = chosen.index.shape[1]
     _slots[(triton.cdiv(slots, 256), rows)](chosen.index, chosen.count, slot, slots, cells, BLOCK=256, num_warps=4)
     out = torch.empty_like(x)
-    _kernel[(cells, rows)](
+    _restore[(cells, rows)](
         x,
         cached,
         y,
@@ -70,7 +70,7 @@ def _slots(index_at, count_at, slot_at, slots, cells, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _kernel(
+def _restore(
     x_at,
     cached_at,
     y_at,

@@ -15,7 +15,7 @@ def fused_select(score: Tensor, count: Tensor, slots: int) -> Tensor:
     rows, cells = score.shape
     index = torch.empty(rows, slots, dtype=torch.long, device=score.device)
     block = triton.next_power_of_2(cells)
-    _kernel[(rows,)](
+    _select[(rows,)](
         score.float().contiguous(),
         count,
         index,
@@ -29,7 +29,7 @@ def fused_select(score: Tensor, count: Tensor, slots: int) -> Tensor:
 
 
 @triton.jit
-def _kernel(score_at, count_at, index_at, cells, slots, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+def _select(score_at, count_at, index_at, cells, slots, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cell = tl.arange(0, BLOCK)
     real = cell < cells

@@ -57,7 +57,7 @@ class ScalePlan:
     capacity: int  # KV slots to reserve per row; 0 = each layer reserves what it keeps
     groups: tuple[Group, ...]
     needs: frozenset[str] = frozenset()  # "attention_entropy"
-    slots: int = 0  # a guess of the most tokens that any layer will keep; 0 = all of them
+    slots: tuple[int, ...] = ()  # a guess of the tokens that each layer will keep at most; () = all of them
     variant: Hashable = None  # what else decides which code will run; with the rows and slots it names a captured scale
 
 
@@ -71,8 +71,15 @@ class Stats:
     chosen: list[dict[str, Selection | None]] = field(default_factory=list)  # per layer, of every part; None = all
     attention_entropy: list[Tensor] = field(default_factory=list)  # per layer [R, K], if the plan needs it
     context: int = 0  # tokens that ran in front of the scale's own
-    slots: int | None = None  # room for the tokens of a layer; None = as many as it keeps
+    slots: tuple[int, ...] = ()  # room for the tokens of each layer; () = as many as it keeps
     token_entropy: Callable[[Tensor, str], Tensor] = token_entropy  # of logits; an executor may have a faster one
+    fast_lens: Callable[[Tensor, str], Tensor] | None = None  # the conditional prediction's entropy, if it can be had
+
+    def lens_entropy(self, x: Tensor, guided: bool, codes: Tensor | None, unit: str) -> Tensor:
+        """Entropy [B, N] of the prediction that the model's own head would make of the states x [R, N, C]."""
+        if self.fast_lens is not None and not guided and codes is None:
+            return self.fast_lens(x[: self.rows.images], unit)
+        return self.token_entropy(self.lens(x, guided, codes), unit)
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class Policy:
         """See what came out: x [R, N, C], the logits of every row, and the guided logits."""
 
     def report(self, stats: Stats) -> dict[str, Tensor]:
-        """What the host will want to know of this scale; "wanted" is the most tokens that a layer would have kept."""
+        """What the host will want to know of this scale; "wanted" [layers] is what each would have kept at most."""
         return {}
 
     def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:

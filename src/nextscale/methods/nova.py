@@ -22,7 +22,6 @@ from nextscale.schedule import Scale
 LENS_CODES = 256  # of a large codebook, `lens_topk` looks at the codes that were likeliest one scale before
 MOST = math.nextafter(1.0, 0.0)  # ratios lie in [0, 1)
 USUAL, MARGIN = 0.25, 0.05  # of a layer's deviation: what to expect of the first reduced scale, and room for surprises
-BUCKETS = 16  # numbers of slots that a scale can have
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ class NOVAPolicy(CachedPolicy):
         self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []  # numbers the host has not read yet
         self.ratio: dict[int, list[float]] = {}  # per scale, per image
         self.noted: dict[int, tuple[tuple[int, ...], Tensor, Tensor]] = {}  # per scale, for the trace
-        self.deviation = [USUAL] * context.images  # by how much the least certain layer kept more, at the newest scale
+        # By which share of the ratio each layer kept more, at the newest reduced scale.
+        self.deviation = [[USUAL] * context.depth for _ in range(context.images)]
         self.probe = method.probe
         if self.probe == "auto":
             self.probe = "lens" if context.bits else "lens_topk"
@@ -122,21 +122,28 @@ class NOVAPolicy(CachedPolicy):
         )
         reduced = tuple(ratio > 0 for ratio in self.ratio[t])
         plan = dataclasses.replace(super().begin_scale(scale), needs=needs, variant=reduced)
-        return dataclasses.replace(plan, slots=self._slots(scale) if any(reduced) else 0)
+        return dataclasses.replace(plan, slots=self._slots(scale) if any(reduced) else ())
 
-    def _slots(self, scale: Scale) -> int:
-        """Room for what the least certain layer will keep, if layers differ about as much as one scale before."""
-        pairs = zip(self.ratio[scale.index + 1], self.deviation, strict=True)
-        share = max(1 - ratio * (1 - deviation - MARGIN) for ratio, deviation in pairs)
-        step = max(scale.tokens // BUCKETS, 1)
-        return min(max(-(-int(share * scale.tokens) // step) * step, step), scale.tokens)
+    def _slots(self, scale: Scale) -> tuple[int, ...]:
+        """Room for what each layer will keep, if layers differ about as much as one scale before."""
+        images = list(zip(self.ratio[scale.index + 1], self.deviation, strict=True))
+
+        def room(layer: int) -> int:
+            if not self.method.layer_linkage:
+                share = max(1 - ratio for ratio, _ in images)
+            else:
+                share = max(1 - ratio * (1 - deviation[layer] - MARGIN) for ratio, deviation in images)
+            return min(max(math.ceil(share * scale.tokens), 1), scale.tokens)
+
+        return tuple(room(layer) for layer in range(self.context.depth))
 
     def _read_entropies(self) -> None:
         for scale, images, numbers in self.pending:
-            entropy, deviation = numbers.tolist()
+            entropy, *deviation = numbers.tolist()
             for place, image in enumerate(images):
                 self.growth[image].add(scale.index + 1, entropy[place])
-                self.deviation[image] = USUAL if math.isnan(deviation[place]) else deviation[place]
+                if deviation and not math.isnan(deviation[0][place]):
+                    self.deviation[image] = [layer[place] for layer in deviation]
         self.pending.clear()
 
     def _ratio(self, growth: Growth, t: int) -> float:
@@ -179,7 +186,8 @@ class NOVAPolicy(CachedPolicy):
         kept = n - (ratio * n).floor().long()
         kept = kept if self.method.allow_empty else kept.clamp_min(1)
         self.layers.append((mean, ratio, kept))
-        chosen = keep_highest(self._score(layer, entropy, stats), kept, stats.slots)
+        slots = stats.slots[layer] if stats.slots else None
+        chosen = keep_highest(self._score(layer, entropy, stats), kept, slots)
         self.chosen = Selection(rows.spread(chosen.index), rows.spread(chosen.count))
         return self.chosen
 
@@ -195,7 +203,7 @@ class NOVAPolicy(CachedPolicy):
             found = self.memory["codes"].read(Rows(stats.rows.which, ()), (1, 1), "nearest")
             assert found is not None, "a reduced scale follows complete ones"
             codes = found[:, 0]
-        return stats.token_entropy(stats.lens(x, self.method.entropy_of == "guided", codes), self.method.unit)
+        return stats.lens_entropy(x, self.method.entropy_of == "guided", codes, self.method.unit)
 
     def _layer_entropy(self, layer: int, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor]:
         """Of every token [B, N], and the layer's mean [B]."""
@@ -272,12 +280,12 @@ class NOVAPolicy(CachedPolicy):
 
     def report(self, stats: Stats) -> dict[str, Tensor]:
         if not self.layers:
-            return {"numbers": torch.stack((self.entropy, torch.full_like(self.entropy, torch.nan)))}
+            return {"numbers": self.entropy[None]}
         means, ratios, kept = (torch.stack(found) for found in zip(*self.layers, strict=True))  # [layers, B]
         asked = self._of(stats.rows, self.scale_ratio)
-        deviation = torch.where(asked > 0, 1 - ratios.amin(0) / asked, torch.nan)
-        told = {"numbers": torch.stack((self.entropy, deviation)), "means": means, "ratios": ratios}
-        return {**told, "wanted": kept.max()}
+        deviation = torch.where(asked > 0, 1 - ratios / asked, torch.nan)
+        told = {"numbers": torch.cat((self.entropy[None], deviation)), "means": means, "ratios": ratios}
+        return {**told, "wanted": kept.amax(1)}
 
     def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
         self.pending.append((stats.scale, stats.rows.which, report["numbers"]))

@@ -16,6 +16,7 @@ from nextscale.schedule import Scale, Schedule, Size
 
 if TYPE_CHECKING:
     from nextscale.draws import Draws
+    from nextscale.kernels.lens import BitHead
     from nextscale.models.layers import SelfAttention
     from nextscale.run import Rows
     from nextscale.sampling import Drawn
@@ -155,6 +156,10 @@ class Backbone(nn.Module, ABC):
 
         x may hold the first rows only. `codes` [R, n] asks for the logits of some codes; all are an answer too.
         """
+
+    def bit_head(self, state: Any, images: int) -> BitHead | None:
+        """The head of the conditional rows in a form that a kernel reads; None if it has another."""
+        return None
 
     @abstractmethod
     def schedule(self, size: Size, stride: int) -> Schedule:

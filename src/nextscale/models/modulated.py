@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextscale.kernels.lens import BitHead
 from nextscale.models.base import Backbone, Block, State, per_row
 from nextscale.models.layers import MLP, head_logits, modulated_norm
 
@@ -59,6 +60,12 @@ class ModulatedBackbone(Backbone):
         scale, shift = state.head_modulation[: len(x)].unbind(2)
         logits = head_logits(self.head_linear, modulated_norm(x, scale, shift, self.config.eps), codes)
         return logits if codes is not None else logits.unflatten(-1, (*self.token_shape, self.token_values))
+
+    def bit_head(self, state: Any, images: int) -> BitHead | None:
+        if not self.token_shape:
+            return None
+        scale, shift = state.head_modulation[:images, 0].unbind(1)
+        return BitHead.of(self.head_linear, scale, shift, self.config.eps)
 
     def flops(self, part: str, tokens: int, keys: int) -> int:
         c = self.width

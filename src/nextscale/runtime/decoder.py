@@ -47,6 +47,11 @@ class GPUDecoder:
                 self.enlarging[level], late = doubled(level.upsample.conv.weight), level.upsample.conv.bias
 
     def __call__(self, z: Tensor) -> Tensor:
+        tf32 = torch.backends.cudnn.allow_tf32
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=tf32):
+            return self.run(z)
+
+    def run(self, z: Tensor) -> Tensor:
         d: Any = self.decoder
         late = None
         x = self.block(d.mid.block_1, d.conv_in(z.contiguous(memory_format=torch.channels_last)), None)

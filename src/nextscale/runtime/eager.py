@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from nextscale.attention import fresh_shapes
 from nextscale.draws import Draws
 from nextscale.entropy import token_entropy
 from nextscale.guidance import combine, combine_inside
+from nextscale.kernels.lens import fused_lens, looks
 from nextscale.kv import LayerCache, Memory, WatchedCache
 from nextscale.methods.base import Policy, ScalePlan, Stats
 from nextscale.methods.selection import Selection, gather
@@ -58,7 +59,7 @@ class Step:
 
 class Eager:
     name = "eager"
-    slots: int | None = None  # room for the tokens of a reduced layer; None = as many as it keeps
+    slots: tuple[int, ...] = ()  # room for the tokens of each layer; () = as many as it keeps
     text_slots = 1  # prompts are padded to a multiple of it
     through = staticmethod(through)
     token_entropy = staticmethod(token_entropy)
@@ -66,6 +67,14 @@ class Eager:
     def head(self, backbone: Backbone, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         """Logits of hidden states x [R, N, C]."""
         return backbone.head(state, x, codes)
+
+    def fast_lens(
+        self, backbone: Backbone, state: Any, images: int, x: Tensor
+    ) -> Callable[[Tensor, str], Tensor] | None:
+        """Entropy of the head's prediction without its logits, where there is a kernel for states like x."""
+        if not looks(x) or (head := backbone.bit_head(state, images)) is None:
+            return None
+        return lambda hidden, unit: fused_lens(hidden, head, unit)
 
     def open(self, work: Work, run: Run) -> None:
         """A call begins."""
@@ -132,6 +141,7 @@ class Eager:
             return self.head(backbone, state, hidden[: rows.images], codes)  # conditional rows come first
 
         stats = Stats(scale, rows, lens, slots=self.slots, token_entropy=self.token_entropy)
+        stats.fast_lens = self.fast_lens(backbone, state, rows.images, x)
         positions = backbone.positions(state, scale)
         # Context tokens stand in front of the first scale: they are always computed, and methods do not see them.
         stats.context = before = x.shape[1] - scale.tokens

@@ -3,8 +3,9 @@
 A graph reads and writes fixed places. They belong to a `Program`, one for every shape of call and method: state, KV
 cache, maps, random numbers and what the method remembers are put there, graphs are replayed, results are copied out.
 
-A method may keep another number of tokens in every layer and picture. A graph has room for `slots` of them; the rest of
-the room is padding. How many are needed is guessed before; if a layer wanted more, the scale is run again with more.
+A method may keep another number of tokens in every layer and picture. A graph has room for some in each layer, its
+`slots`; what is left of it is padding. How many are needed is guessed before, and a graph is taken that has enough room
+and not much more; if a layer wanted more, the scale is run again with another.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Hashable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,9 @@ from nextscale.runtime.eager import Step, Work
 from nextscale.schedule import Scale
 
 logger = logging.getLogger(__name__)
+
+STEPS = 32  # slots are multiples of this part of a scale
+WASTE = 1.3  # times the slots that are needed: capturing a scale takes as long as running it a hundred times
 
 
 Used = tuple[int, bool]  # slots of a layer's cache that the host knows to be used, and whether its rows differ
@@ -56,8 +61,9 @@ class Captured:
 class Chosen:
     """The selections of all layers, each stored once."""
 
-    index: Tensor | None  # [selections, R, K]
+    index: Tensor | None  # [R, K of all selections]
     count: Tensor | None  # [selections, R]
+    sizes: list[int]  # K of each
     which: list[dict[str, int | None]]  # per layer and part; None = all tokens
 
     @classmethod
@@ -66,15 +72,17 @@ class Chosen:
         number = {key: n for n, key in enumerate(distinct)}
         which = [{p: None if c is None else number[id(c)] for p, c in parts.items()} for parts in chosen]
         if not distinct:
-            return cls(None, None, which)
-        index, count = (torch.stack(t) for t in zip(*((c.index, c.count) for c in distinct.values()), strict=True))
-        return cls(index, count, which)
+            return cls(None, None, [], which)
+        index = torch.cat([c.index for c in distinct.values()], dim=1)
+        count = torch.stack([c.count for c in distinct.values()])
+        return cls(index, count, [c.index.shape[1] for c in distinct.values()], which)
 
     def copied(self) -> list[dict[str, Selection | None]]:
         """For the trace, which must outlive the next replay."""
         if self.index is None or self.count is None:
             return [dict.fromkeys(parts) for parts in self.which]
-        made = [Selection(i, c) for i, c in zip(self.index.clone(), self.count.clone(), strict=True)]
+        parts = self.index.clone().split(self.sizes, dim=1)
+        made = [Selection(i, c) for i, c in zip(parts, self.count.clone(), strict=True)]
         return [{p: None if n is None else made[n] for p, n in parts.items()} for parts in self.which]
 
 
@@ -92,7 +100,7 @@ class Program:
         self.memory = TokenCaches(fixed=True)
         self.numbers: dict[str, Tensor] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
-        self.graphs: dict[Hashable, Captured] = {}
+        self.graphs: dict[Hashable, dict[tuple[int, ...], Captured]] = {}  # by their slots
 
     def load(self, work: Work, run: Run) -> None:
         """Put what a new call begins with to the fixed places, and let it work there."""
@@ -161,30 +169,31 @@ class Graphs(Compiled):
     ) -> Step:
         program = self.program
         if self.reason or program is None or rows.images < len(program.features):
-            self.slots = None
+            self.slots = ()
             return super().run_scale(work, scale, plan, rows, state, features, kv)
         if features is not program.features:  # a callback gave others
             program.features.copy_(features)
         work = dataclasses.replace(work, draws=program.draws)
         program.draws.refill(scale.index, rows.which)
-        slots, used, remembered = plan.slots, tuple(used_of(kv)), program.memory.entries()
+        remembered = program.memory.entries()
+        graphs = program.graphs.setdefault((scale.index, rows, plan.variant, plan.needs, tuple(used_of(kv))), {})
+        need = plan.slots
+        self.scales += bool(need)
         while True:
-            self.slots = slots or None
-            key = (scale.index, rows, plan.variant, plan.needs, slots, used)
-            captured = program.graphs.get(key)
-            if slots or captured is None:
+            self.slots = enough_room(need, graphs, scale.tokens)
+            captured = graphs.get(self.slots)
+            if need or captured is None:
                 program.save()
             if captured is None:
-                captured = program.graphs[key] = self.capture(program, work, scale, plan, rows, state, kv)
+                captured = graphs[self.slots] = self.capture(program, work, scale, plan, rows, state, kv)
             captured.graph.replay()
-            self.scales += bool(slots)
-            wanted = int(captured.made.step.report["wanted"]) if slots else 0
-            if wanted <= slots:
+            wanted = captured.made.step.report["wanted"].tolist() if need else []
+            if all(w <= room for w, room in zip(wanted, self.slots, strict=True)):
                 break
             self.again += 1
             program.go_back()
             program.memory.remember(remembered)
-            slots = min(max(wanted, slots + 1), scale.tokens)
+            need = tuple(map(max, wanted, need))
         made = captured.made
         use(kv, made.kv)
         program.memory.remember(made.memory)
@@ -246,6 +255,14 @@ class Graphs(Compiled):
         if self.unread and not all(torch.stack([c.made.finite for _, c in self.unread]).tolist()):
             scale, captured = next((s, c) for s, c in self.unread if not c.made.finite)
             raise not_finite(captured.made.step.raw, scale, work.backbone)
+
+
+def enough_room(need: tuple[int, ...], have: Iterable[tuple[int, ...]], tokens: int) -> tuple[int, ...]:
+    """Slots of every layer: those of a graph that has enough of them and not many more, or else rounded up."""
+    step = max(tokens // STEPS, 1)
+    rounded = tuple(min(-(-n // step) * step, tokens) for n in need)
+    fitting = [slots for slots in have if all(map(operator.le, need, slots)) and sum(slots) <= WASTE * sum(rounded)]
+    return min(fitting, key=sum, default=rounded)
 
 
 def used_of(kv: Sequence[LayerCache]) -> list[Used]:
