@@ -113,7 +113,7 @@ def test_padding_on_the_left(hart: Pipeline) -> None:
     state = hart.backbone
     from nextscale.models.infinity import TextCondition
 
-    rows, places = state.text_rows(TextCondition([short]), guided=True)
+    rows, places = state.read(TextCondition([short]), guided=True)
     assert places.tolist() == [[-1] * 7 + [0, 1, 2, 3, 4], [0] * 12]
     assert torch.equal(rows[0, 7:], short)
     assert rows[0, :7].abs().max() == rows[1].abs().max() == 0

@@ -20,11 +20,11 @@ from nextscale import (
     ToProVAR,
     Truncate,
     draws,
-    loop,
 )
 from nextscale.errors import NextscaleError
 from nextscale.methods import METHODS as REGISTERED
 from nextscale.methods import from_dict
+from nextscale.runtime import eager
 
 try:
     import jsonschema
@@ -153,7 +153,7 @@ def test_images_of_the_matrix_activate_at_different_scales(request, name: str) -
 def test_5_the_trace_adds_up(model, method, monkeypatch) -> None:
     pipe, size = model
     runs, lengths = [], {}
-    original = loop.Run
+    original = eager.Run
 
     def remember(*args):
         runs.append(original(*args))
@@ -164,7 +164,7 @@ def test_5_the_trace_adds_up(model, method, monkeypatch) -> None:
             conditional = row < runs[0].rows.images
             lengths[image, conditional] = [int(cache.lengths[row]) for cache in runs[0].kv]
 
-    monkeypatch.setattr(loop, "Run", remember)
+    monkeypatch.setattr(eager, "Run", remember)
     out = ask(pipe, 2, method=method, callback_on_scale_end=look, **size)
     data = out.trace.to_dict()
     schema = json.loads(package_files("nextscale").joinpath("trace.schema.json").read_text())

@@ -232,16 +232,16 @@ def test_estimate(infinity) -> None:
 
 
 def test_estimated_cache_is_what_a_run_reserves(any_pipe, monkeypatch) -> None:
-    from nextscale import loop
+    from nextscale.runtime import eager
 
     runs = []
-    original = loop.Run
+    original = eager.Run
 
     def remember(*args):
         runs.append(original(*args))
         return runs[-1]
 
-    monkeypatch.setattr(loop, "Run", remember)
+    monkeypatch.setattr(eager, "Run", remember)
     pipe, reserved = any_pipe, []
     options = {"pixel_budget": pipe.spec.pixel_budget} if pipe.spec.pixel_budget else {}
     ask(pipe, 2, callback_on_scale_end=lambda e: reserved.append(sum(c.nbytes for c in runs[0].kv)), **options)

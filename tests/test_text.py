@@ -84,7 +84,7 @@ def test_text_norm_has_the_models_epsilon() -> None:
     backbone = tiny_infinity().backbone
     rows = [torch.randn(3, 128) * 1e-2]
     backbone.config = dataclasses.replace(backbone.config, eps=1e-2)
-    text, _, mask = backbone.pad_text(TextCondition(rows), guided=False)
+    text, _, mask = backbone.read(TextCondition(rows), guided=False)
     _, memory = backbone.read_text(text, mask)
     normed = rows[0] * torch.rsqrt(rows[0].square().mean(-1, keepdim=True) + 1e-2) * backbone.text_norm
     assert torch.allclose(memory[0], backbone.text_proj(normed), atol=1e-6)

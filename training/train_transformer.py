@@ -172,7 +172,7 @@ class Trainer:
             none = torch.rand(len(tokens), 1, 1, device=self.where) < self.options["text_dropout"]
             text = torch.where(none, self.backbone.unconditional[: text.shape[1]], text)
             mask = (torch.arange(text.shape[1], device=self.where) < lengths[:, None])[:, None, None]
-            state = self.backbone.begin_padded(text, lengths, mask, schedule)
+            state = self.backbone.prepare((text, lengths, mask), schedule)
             x = torch.cat(
                 [self.backbone.embed(state, i, s) for s, i in zip(schedule, inputs, strict=True)], dim=1
             ).float()

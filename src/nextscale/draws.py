@@ -78,11 +78,10 @@ class FixedDraws(PerImageDraws):
             self.places[scale, stream] = self.source.noise(like, scale, images, stream, fill), fill
         return self.places[scale, stream][0]
 
-    def refill(self, scale: int, images: Sequence[int]) -> None:
+    def refill(self, images: Sequence[int]) -> None:
         """With the numbers of another call."""
-        for (where, stream), (place, fill) in self.places.items():
-            if where == scale:
-                place.copy_(self.source.noise(place, scale, images, stream, fill))
+        for (scale, stream), (place, fill) in self.places.items():
+            place.copy_(self.source.noise(place, scale, images, stream, fill))
 
 
 class OfficialDraws:

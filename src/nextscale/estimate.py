@@ -37,7 +37,7 @@ def estimate(
     images: int,
     guided: bool,
     text_length: int = 0,
-    text_encoder_bytes: int = 0,
+    weights: int = 0,
 ) -> Estimate:
     """Of the plain run; no method keeps more tokens. An H200 used this much within a few percent."""
     rows, item = images * (2 if guided else 1), backbone.dtype.itemsize
@@ -48,9 +48,8 @@ def estimate(
         + max(item * 8 * width + 4 * 4 * width, item * 2 * hidden)  # q, k, v with float32 copies, or the MLP
     )
     logits = 4 * backbone.logits_per_token
-    weights = sum(p.nbytes for module in (backbone, tokenizer) for p in module.parameters())
     return Estimate(
-        weights=weights + text_encoder_bytes,
+        weights=weights,
         text=2 * item * backbone.depth * rows * text_length * width if "cross" in backbone.parts else 0,
         kv_cache=2 * item * backbone.depth * rows * (backbone.context + schedule.tokens) * width,
         # Rows of logits, and what sampling makes of those of every image: filtered, sorted, probabilities, noise.

@@ -64,9 +64,7 @@ def generate(
     guided = sampling.guided_until > 0
     method = json.dumps(trace.header.get("method"))
     work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced, method)
-    state = backbone.begin(condition, schedule, guided)
-    run = Run(backbone, state, tokenizer.blank(images, schedule), schedule, guided)
-    executor.open(work, run)
+    run = executor.open(work, backbone.read(condition, guided), images, guided)
     expected = policy.expected_tokens()
     run.reserve(backbone.context + expected if expected else 0)
     for scale in schedule:

@@ -66,6 +66,7 @@ class Pipeline:
         self.backbone, self.tokenizer, self.spec = backbone, tokenizer, spec
         self.executor = make_executor(runtime, self.device)
         self.text_encoder = text_encoder
+        self._weights: dict[Any, int] = {}  # bytes, by dtypes
         self.progress_bar = progress_bar  # None: only on a terminal
         self.weight_files = tuple(weight_files)  # where the weights were read; empty: they were never in files
 
@@ -306,7 +307,12 @@ class Pipeline:
 
     def _estimate(self, schedule: Schedule, images: int, guided: bool, text_length: int) -> Estimate:
         encoder = self.text_encoder.nbytes if self.text_encoder is not None else 0
-        return estimate(self.backbone, self.tokenizer, schedule, images, guided, text_length, encoder)
+        key = self.backbone.dtype, self.tokenizer.dtype
+        if key not in self._weights:  # counting them takes longer than a small scale
+            modules = (self.backbone, self.tokenizer)
+            self._weights = {key: sum(p.nbytes for module in modules for p in module.parameters())}
+        weights = self._weights[key] + encoder
+        return estimate(self.backbone, self.tokenizer, schedule, images, guided, text_length, weights)
 
     def sampling(
         self,

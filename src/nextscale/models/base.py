@@ -135,8 +135,16 @@ class Backbone(nn.Module, ABC):
         """Whether a parameter is stored in the compute dtype; the others stay float32."""
 
     @abstractmethod
+    def read(self, condition: Any, guided: bool) -> tuple[Tensor | None, ...]:
+        """A condition as tensors, one entry per row; with `guided` there are unconditional rows too."""
+
+    @abstractmethod
+    def prepare(self, inputs: tuple[Tensor | None, ...], schedule: Schedule) -> Any:
+        """The State of a run from what was read; on the device alone."""
+
     def begin(self, condition: Any, schedule: Schedule, guided: bool) -> Any:
-        """The State of a run; with `guided` it has unconditional rows too."""
+        """The State of a run."""
+        return self.prepare(self.read(condition, guided), schedule)
 
     @abstractmethod
     def embed(self, state: Any, inputs: Tensor | None, scale: Scale) -> Tensor:

@@ -135,7 +135,7 @@ class HART(Backbone):
             return not name.endswith(("log_scale", "norm.weight"))
         return name.startswith(("word_embed.", "context_embed.", "residual."))
 
-    def text_rows(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor]:
+    def read(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor]:
         """Features [R, T, text_dim] and places [R, T] of every row."""
         slots = self.config.text_length
         rows = [self.placed(t) for t in condition.text]
@@ -154,8 +154,10 @@ class HART(Backbone):
             return text[:, :-1], text[:, -1].long()
         return left_padded(text, self.config.text_length)
 
-    def begin(self, condition: TextCondition, schedule: Schedule, guided: bool) -> HARTState:
-        text, places = self.text_rows(condition, guided)
+    def prepare(self, inputs: tuple[Tensor | None, ...], schedule: Schedule) -> HARTState:
+        text, places = inputs
+        assert text is not None
+        assert places is not None
         context = self.context_embed(self.context_norm(text).to(self.dtype)).float()
         pooled = context.amax(1, keepdim=True)  # padding included, as the original does
         scale_shift = self.head_modulation(F.silu(pooled)).unflatten(-1, (2, -1))

@@ -196,7 +196,7 @@ class Infinity(ModulatedBackbone):
                 rows.append(self.unconditional[: len(text)] if negative is None else negative.to(self.device))
         return rows
 
-    def pad_text(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def read(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """The prompts as text [R, T, text_dim], lengths [R] and mask [R, 1, 1, T] (None if no row is padded)."""
         rows = self.text_rows(condition, guided)
         lengths = torch.tensor([len(t) for t in rows], device=self.device)
@@ -213,10 +213,9 @@ class Infinity(ModulatedBackbone):
         pooled = self.text_pool(None, *self.text_pool.keys(text), mask).squeeze(1).float()
         return pooled, self.text_proj(text.to(self.dtype))
 
-    def begin(self, condition: TextCondition, schedule: Schedule, guided: bool) -> InfinityState:
-        return self.begin_padded(*self.pad_text(condition, guided), schedule)
-
-    def begin_padded(self, text: Tensor, lengths: Tensor, mask: Tensor | None, schedule: Schedule) -> InfinityState:
+    def prepare(self, inputs: tuple[Tensor | None, ...], schedule: Schedule) -> InfinityState:
+        text, lengths, mask = inputs
+        assert text is not None
         c, memory = self.read_text(text, mask)
         shared = self.shared_modulation(c)
         return InfinityState(

@@ -72,12 +72,13 @@ class VAR(ModulatedBackbone):
             return not name.endswith(("log_scale", "offset"))
         return name.startswith("word_embed.")
 
-    def begin(self, condition: Tensor, schedule: Schedule, guided: bool) -> ModulatedState:
+    def read(self, condition: Tensor, guided: bool) -> tuple[Tensor]:
         """`condition` is a tensor of class labels [B]."""
         labels = condition.to(self.device)
-        if guided:
-            labels = torch.cat((labels, torch.full_like(labels, self.config.classes)))
-        c = self.class_embed(labels)
+        return (torch.cat((labels, torch.full_like(labels, self.config.classes))) if guided else labels,)
+
+    def prepare(self, inputs: tuple[Tensor | None, ...], schedule: Schedule) -> ModulatedState:
+        c = self.class_embed(inputs[0])
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         modulation = [b.modulation(c) if shared is None else b.offset + shared for b in self.blocks]
         return ModulatedState(None, c, modulation, self.head_modulation(c))

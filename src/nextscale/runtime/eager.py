@@ -76,8 +76,10 @@ class Eager:
             return None
         return lambda hidden, unit: fused_lens(hidden, head, unit)
 
-    def open(self, work: Work, run: Run) -> None:
+    def open(self, work: Work, inputs: tuple[Tensor | None, ...], images: int, guided: bool) -> Run:
         """A call begins."""
+        state = work.backbone.prepare(inputs, work.schedule)
+        return Run(work.backbone, state, work.tokenizer.blank(images, work.schedule), work.schedule, guided)
 
     def close(self, work: Work) -> None:
         """All its scales have been run."""

@@ -37,6 +37,7 @@ STEPS = 32  # slots are multiples of this part of a scale
 WASTE = 1.3  # times the slots that are needed: capturing a scale takes as long as running it a hundred times
 
 
+Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
 Used = tuple[int, bool]  # slots of a layer's cache that the host knows to be used, and whether its rows differ
 
 
@@ -89,9 +90,10 @@ class Chosen:
 class Program:
     """Everything of one shape of call, at fixed places."""
 
-    def __init__(self, work: Work, run: Run) -> None:
+    def __init__(self, work: Work, inputs: Inputs, run: Run) -> None:
         assert isinstance(work.draws, PerImageDraws)
-        self.state, self.features = run.state, run.features
+        self.inputs: Inputs = tuple(None if t is None else t.clone() for t in inputs)
+        self.features = run.features
         self.kv = [(cache.k, cache.v) for cache in run.kv]
         rows = len(run.kv[0].k)
         self.lengths = torch.zeros(len(self.kv), rows, dtype=torch.long, device=self.features.device)
@@ -100,21 +102,28 @@ class Program:
         self.memory = TokenCaches(fixed=True)
         self.numbers: dict[str, Tensor] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
+        self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
         self.graphs: dict[Hashable, dict[tuple[int, ...], Captured]] = {}  # by their slots
 
-    def load(self, work: Work, run: Run) -> None:
-        """Put what a new call begins with to the fixed places, and let it work there."""
+    def load(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
+        """Put what a call begins with to the fixed places, and let it work there."""
         assert isinstance(work.draws, PerImageDraws)
+        for place, given in zip(self.inputs, inputs, strict=True):
+            if place is not None and given is not None:
+                place.copy_(given)
+        graph, state = self.beginning
+        graph.replay()
         self.draws.source = work.draws
-        if run.state is not self.state:
-            torch._foreach_copy_(self.state.tensors(), run.state.tensors())
-            self.features.zero_()
-        # The trace reads lengths long after the next call has overwritten the fixed place.
-        lengths = None if run.state.text_lengths is None else run.state.text_lengths.clone()
-        run.state, run.features = dataclasses.replace(self.state, text_lengths=lengths), self.features
-        run.kv = [LayerCache.over(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
+        self.draws.refill(range(images))
+        self.features.zero_()
         self.memory.remember({})
         work.policy.memory, work.policy.numbers = self.memory, self.numbers
+        # The trace reads lengths long after the next call has overwritten the fixed place.
+        lengths = None if state.text_lengths is None else state.text_lengths.clone()
+        state = dataclasses.replace(state, text_lengths=lengths)
+        run = Run(work.backbone, state, self.features, work.schedule, guided)
+        run.kv = [LayerCache.over(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
+        return run
 
     def save(self) -> None:
         for place, now in zip(self.before, (self.features, self.lengths), strict=True):
@@ -138,20 +147,29 @@ class Graphs(Compiled):
         self.unread: list[tuple[Scale, Captured]] = []
         self.scales = self.again = 0  # reduced scales that were run, and those that needed more room
 
-    def open(self, work: Work, run: Run) -> None:
+    def open(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
         self.unread.clear()
         self.reason = why_not(work)
         if self.reason:
             logger.info("no CUDA graphs: %s", self.reason)
-            return
-        shapes = tuple((t.shape, t.dtype) for t in run.state.tensors())
+            return super().open(work, inputs, images, guided)
+        shapes = tuple(None if t is None else (t.shape, t.dtype) for t in inputs)
         method = "" if passive(work.policy) else work.method
-        key = (work.backbone, work.schedule, work.sampling, shapes, len(run.features), method)
+        key = (work.backbone, work.schedule, work.sampling, shapes, images, guided, method)
         if self.program is None or self.key != key:
             self.program = None  # frees the old one first
+            run = super().open(work, inputs, images, guided)
             run.reserve(work.backbone.context + work.schedule.tokens)
-            self.key, self.program = key, Program(work, run)
-        self.program.load(work, run)
+            self.key, self.program = key, Program(work, inputs, run)
+            self.program.beginning = self.record_state(work, self.program)
+        return self.program.load(work, inputs, images, guided)
+
+    def record_state(self, work: Work, program: Program) -> tuple[Any, Any]:
+        """A graph that makes the state from its inputs. It has been made before, so nothing is left to compile."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=program.pool):
+            state = work.backbone.prepare(program.inputs, work.schedule)
+        return graph, state
 
     def reset(self) -> None:
         super().reset()
@@ -174,7 +192,6 @@ class Graphs(Compiled):
         if features is not program.features:  # a callback gave others
             program.features.copy_(features)
         work = dataclasses.replace(work, draws=program.draws)
-        program.draws.refill(scale.index, rows.which)
         remembered = program.memory.entries()
         graphs = program.graphs.setdefault((scale.index, rows, plan.variant, plan.needs, tuple(used_of(kv))), {})
         need = plan.slots

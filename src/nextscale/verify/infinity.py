@@ -166,7 +166,7 @@ def play(case: Case, keep_pictures: bool) -> None:
 
 def _text_tensors(case: Case, run: RecordedRun) -> None:
     with torch.inference_mode():
-        text, lengths, mask = case.backbone.pad_text(run.condition, run.sampling.guided_until > 0)
+        text, lengths, mask = case.backbone.read(run.condition, run.sampling.guided_until > 0)
         pooled, memory = case.backbone.read_text(text, mask)
     packed = torch.cat([row[:n] for row, n in zip(memory, lengths, strict=True)])
     case.recorded.compare(f"{run.name}.cond", pooled, rows=True)
