@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from conftest import ask, same_tokens
-from nextscale import NOVA, DropGuidance, FastVAR, ToProVAR, Truncate
+from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SparseVAR, ToProVAR, Truncate
 from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.errors import NextscaleError
 from nextscale.runtime import make_executor
@@ -138,7 +138,7 @@ def test_what_cannot_be_captured_runs_all_the_same(any_pipe, fresh) -> None:
     other = copy.copy(any_pipe)
     other.executor = graphs = Pretended()
     for options in (
-        {"method": ToProVAR(tau=0.4, beta=1.0, a_max=0.5)},
+        {"method": RandomSelection(like=NOVA(t_est=2, alpha=10))},
         {"generator": torch.Generator().manual_seed(3), "seed": None},
         {"force_tokens": ask(any_pipe, 2).tokens[:2]},
     ):
@@ -161,6 +161,10 @@ CAPTURED = {
     "nova, mse": NOVA(t_est=2, alpha=10, metric="mse"),
     "nova and guidance": NOVA(t_est=2, alpha=10) + DropGuidance(4),
     "fastvar": FastVAR(scale_table="0.5:0.3 1:0.6"),
+    "sparsevar": SparseVAR(start_scale=0.5, tau=0.9),
+    "toprovar": ToProVAR(tau=0.3, beta=1.0, a_max=0.9),
+    "toprovar, previous layer": ToProVAR(tau=0.3, beta=1.0, a_max=0.9, entropy_from="previous_layer"),
+    "toprovar, layers": ToProVAR(tau=0.3, beta=1.0, a_max=0.9, token_stage=False, uncomputed="nothing"),
 }
 
 

@@ -151,14 +151,19 @@ class Policy:
     def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
         """The scale has been run."""
 
-    def told(self, name: str, numbers: list[float]) -> Tensor:
-        """Numbers of the host, on the device: at a fixed place, where a captured scale reads them."""
-        new = torch.tensor(numbers, dtype=torch.float64)
+    def told(self, name: str, numbers: list[float] | Tensor) -> Tensor:
+        """Numbers that the host gives or makes, on the device at a fixed place, where a captured scale reads them."""
+        new = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.float64)
         if name not in self.numbers or self.numbers[name].shape != new.shape:
-            self.numbers[name] = new.to(self.context.device)
+            self.numbers[name] = new.to(self.context.device, copy=True)
         else:
             self.numbers[name].copy_(new, non_blocking=True)
         return self.numbers[name]
+
+    def of_rows(self, rows: Rows, numbers: Tensor) -> Tensor:
+        """Those of the images at work, out of one per image of the call."""
+        everyone = len(rows.which) == self.context.images
+        return numbers if everyone else numbers[torch.tensor(rows.which, device=numbers.device)]
 
     def added(self, features: Tensor, stats: Stats) -> None:
         """See the maps of all images with this scale's codes in them; `context.decode` makes pictures of them."""

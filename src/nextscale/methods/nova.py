@@ -174,7 +174,7 @@ class NOVAPolicy(CachedPolicy):
             mean = self._lens(layer, x, stats).double().mean(1)[:, None, None]
             known = self.memory["mean", layer].read(images, (1, 1), "nearest")
             if known is not None:
-                mean = torch.where(self._of(rows, self.scale_ratio)[:, None, None] > 0, known, mean)
+                mean = torch.where(self.of_rows(rows, self.scale_ratio)[:, None, None] > 0, known, mean)
             self.memory["mean", layer].store(images, (1, 1), mean)
         if not any(ratios):
             return None
@@ -182,7 +182,7 @@ class NOVAPolicy(CachedPolicy):
             self.layers.append(self.layers[0])
             return self.chosen
         entropy, mean = self._layer_entropy(layer, x, stats)
-        ratio = self._layer_ratio(layer, self._of(rows, self.scale_ratio), mean)
+        ratio = self._layer_ratio(layer, self.of_rows(rows, self.scale_ratio), mean)
         kept = n - (ratio * n).floor().long()
         kept = kept if self.method.allow_empty else kept.clamp_min(1)
         self.layers.append((mean, ratio, kept))
@@ -190,11 +190,6 @@ class NOVAPolicy(CachedPolicy):
         chosen = keep_highest(self._score(layer, entropy, stats), kept, slots)
         self.chosen = Selection(rows.spread(chosen.index), rows.spread(chosen.count))
         return self.chosen
-
-    def _of(self, rows: Rows, numbers: Tensor) -> Tensor:
-        """Those of the images at work, out of one per image of the call."""
-        everyone = len(rows.which) == self.context.images
-        return numbers if everyone else numbers[torch.tensor(rows.which, device=numbers.device)]
 
     def _lens(self, layer: int, x: Tensor, stats: Stats) -> Tensor:
         """Entropy [B, N] of the prediction that the model's own head would make here."""
@@ -282,7 +277,7 @@ class NOVAPolicy(CachedPolicy):
         if not self.layers:
             return {"numbers": self.entropy[None]}
         means, ratios, kept = (torch.stack(found) for found in zip(*self.layers, strict=True))  # [layers, B]
-        asked = self._of(stats.rows, self.scale_ratio)
+        asked = self.of_rows(stats.rows, self.scale_ratio)
         deviation = torch.where(asked > 0, 1 - ratios / asked, torch.nan)
         told = {"numbers": torch.cat((self.entropy[None], deviation)), "means": means, "ratios": ratios}
         return {**told, "wanted": kept.amax(1)}

@@ -41,6 +41,7 @@ class RandomSelection(Method):
             return keep_highest(noise.expand(len(x), -1), chosen.count, chosen.index.shape[1])
 
         policy.select = select  # type: ignore[method-assign]
+        policy.capturable = False
         return policy
 
     def to_dict(self) -> dict[str, Any]:

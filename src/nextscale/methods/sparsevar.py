@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -10,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Group, Method, Policy, Stats
+from nextscale.methods.base import Activation, Context, Group, Method, Policy, ScalePlan, Stats
 from nextscale.methods.residual import store_chosen
 from nextscale.methods.selection import Selection, gather, keep_highest
 from nextscale.run import Rows
 from nextscale.schedule import Grid, Scale
+
+MARGIN = 1.1  # room for more cells than the share of the scale before
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class SparseVAR(Method):
 
 
 class SparseVARPolicy(Policy):
+    capturable = True
+
     def __init__(self, context: Context, method: SparseVAR) -> None:
         super().__init__(context)
         self.method = method
@@ -55,11 +60,22 @@ class SparseVARPolicy(Policy):
         self.block = min(int(method.block * context.depth), context.depth - 1)
         # Its memory, all of the conditional rows: how much the block changed each cell ("change"), the cells that
         # are out ("excluded"), and the logits of the scale before.
+        self.kept: tuple[Scale, Tensor] | None = None  # the newest sparse scale, and the tokens that it kept at most
         self.keep: Tensor | None = None  # [B, N] of this scale
         self.chosen: Selection | None = None
 
     def expected_tokens(self) -> int:
         return 0
+
+    def begin_scale(self, scale: Scale) -> ScalePlan:
+        plan = super().begin_scale(scale)
+        if scale.index < self.first:
+            return plan
+        room = scale.tokens
+        if self.kept is not None:  # cells that left never come back
+            before, kept = self.kept
+            room = min(math.ceil(float(kept.max()) / before.tokens * scale.tokens * MARGIN), room)
+        return dataclasses.replace(plan, slots=(room,) * self.context.depth)
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         if stats.scale.index < self.first:
@@ -79,7 +95,8 @@ class SparseVARPolicy(Policy):
             low = low | (before[..., 0] > 0)
         keep = ~low | self._anchors(grid, low.device)
         self.memory["excluded"].store(images, grid, (~keep).float()[..., None])
-        chosen = keep_highest(keep.float(), keep.sum(1))
+        self.count = keep.sum(1)
+        chosen = keep_highest(keep.float(), self.count, stats.slots[0] if stats.slots else None)
         self.keep = keep
         self.chosen = Selection(stats.rows.spread(chosen.index), stats.rows.spread(chosen.count))
 
@@ -103,7 +120,8 @@ class SparseVARPolicy(Policy):
         m, grid = self.method, stats.scale.grid
         before = self.memory["logits"].read(Rows(stats.rows.which, ()), grid, m.restore_mode)
         assert before is not None
-        anchors = self._anchors(grid, x.device).nonzero().flatten()
+        across, down = (torch.arange(0, n, m.anchor, device=x.device) for n in reversed(grid))
+        anchors = (down[:, None] * grid[1] + across).flatten()
         unit = F.normalize(before, dim=-1)
         likeness = unit @ unit[:, anchors].transpose(1, 2)  # [B, N, A]
         # Enlarged maps repeat themselves, so equal anchors are common: the first of them, not the luckiest rounding.
@@ -120,6 +138,13 @@ class SparseVARPolicy(Policy):
         scale: Scale = stats.scale
         if self.first - 1 <= scale.index < len(self.context.schedule) - 1:
             self.memory["logits"].store(Rows(stats.rows.which, ()), scale.grid, raw[: stats.rows.images].flatten(2))
+
+    def report(self, stats: Stats) -> dict[str, Tensor]:
+        return {} if self.keep is None else {"wanted": self.count.max().repeat(self.context.depth)}
+
+    def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
+        if report:
+            self.kept = stats.scale, report["wanted"]
 
     def activation(self, image: int) -> Activation:
         return Activation(scale=self.first + 1, reason="fixed")

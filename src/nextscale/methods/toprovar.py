@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from nextscale.methods.residual import store_chosen
 from nextscale.methods.selection import Selection, keep_highest
 from nextscale.run import Rows
 from nextscale.schedule import Scale
+
+MARGIN = 1.1  # room for more tokens than the share of the scale before
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,14 @@ class ToProVAR(Method):
 
 
 class ToProVARPolicy(CachedPolicy):
+    capturable = True
+
     def __init__(self, context: Context, method: ToProVAR) -> None:
         self.landmark = max(round(method.representative * len(context.schedule)), 2) - 1  # index of that scale
         super().__init__(context, "residual", method.restore_mode, self.landmark, method.uncomputed)
         self.method = method
         self.dominance: dict[int, Tensor] = {}  # per image [depth]: first over second singular value of the map
+        self.kept: tuple[Scale, Tensor] | None = None  # the newest reduced scale, and what each layer kept at most
         self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
         self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []
         self.rho: dict[tuple[int, int], float] = {}  # image, scale
@@ -69,7 +75,23 @@ class ToProVARPolicy(CachedPolicy):
     def begin_scale(self, scale: Scale) -> ScalePlan:
         self._read()
         needs = frozenset({"attention_entropy"}) if scale.index < len(self.context.schedule) - 1 else frozenset()
-        return dataclasses.replace(super().begin_scale(scale), needs=needs)
+        plan = dataclasses.replace(super().begin_scale(scale), needs=needs)
+        active = tuple(self._active(image, scale) for image in range(self.context.images))
+        if not any(active):
+            return plan
+        self.told("active", [float(a) for a in active])
+        if not self.method.token_stage:
+            n = scale.tokens
+            self.told(f"order {n}", torch.rand(n, generator=torch.Generator().manual_seed(n)).double())
+        return dataclasses.replace(plan, slots=self._slots(scale), variant=active)
+
+    def _slots(self, scale: Scale) -> tuple[int, ...]:
+        """Room for what each layer will keep, if that is about the share of the scale before."""
+        if self.kept is None:
+            return (scale.tokens,) * self.context.depth
+        before, kept = self.kept
+        shares = (tokens / before.tokens * MARGIN for tokens in kept.tolist())
+        return tuple(min(math.ceil(share * scale.tokens), scale.tokens) for share in shares)
 
     def _read(self) -> None:
         for scale, images, rho in self.pending:
@@ -94,8 +116,9 @@ class ToProVARPolicy(CachedPolicy):
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         rows, scale = stats.rows, stats.scale
-        active = [self._active(image, scale) for image in rows.which]
-        if not any(active):
+        if not layer:
+            self.counts: list[Tensor] = []  # of each layer, [B]
+        if not any(self._active(image, scale) for image in rows.which):
             return None
         m, n = self.method, scale.tokens
         tendency = self._entropy(layer, stats)
@@ -103,20 +126,17 @@ class ToProVARPolicy(CachedPolicy):
         if not m.token_stage:
             tendency = torch.ones_like(tendency)
         if m.layer_stage:
-            ones = x.new_ones(self.context.depth)
-            dominance = torch.stack([self.dominance.get(i, ones)[layer] for i in rows.which])
+            dominance = self.of_rows(rows, self.numbers["dominance"])[:, layer].to(x.dtype)
             # Eq. 4: 1 = a detail layer, which is thinned; 0 = a global one, whose map has one dominant direction.
             tendency = tendency * torch.exp(-m.beta * (dominance - 1))[:, None]
         tendency = tendency * ((scale.index + 1) / len(self.context.schedule))
         keep = 1 - (m.a_min + (m.a_max - m.a_min) * tendency).clamp(0, 1)
         count = keep.double().sum(1).round().long().clamp(1, n)
-        count = torch.where(torch.tensor(active, device=x.device), count, n)
-        order = -tendency if m.token_stage else self._fixed_order(n, x.device).expand_as(tendency)
-        chosen = keep_highest(order, count)
+        count = torch.where(self.of_rows(rows, self.numbers["active"]) > 0, count, n)
+        self.counts.append(count)
+        order = -tendency if m.token_stage else self.numbers[f"order {n}"].expand_as(tendency)
+        chosen = keep_highest(order, count, stats.slots[layer] if stats.slots else None)
         return Selection(rows.spread(chosen.index), rows.spread(chosen.count))
-
-    def _fixed_order(self, n: int, device: torch.device) -> Tensor:
-        return torch.rand(n, generator=torch.Generator().manual_seed(n)).to(device)
 
     def _entropy(self, layer: int, stats: Stats) -> Tensor:
         """Attention entropy of every token, [B, N], as far as it is known before the layer has run."""
@@ -149,11 +169,27 @@ class ToProVARPolicy(CachedPolicy):
         ]
         stacked = torch.stack([m[..., 0] for m in maps if m is not None])  # [depth, B, N]
         mean = stacked.mean(0)
-        low = (mean < mean.mean(1, keepdim=True)).double().mean(1)
-        self.pending.append((scale, images.which, low))
-        if scale.index == self.landmark:
-            dominance = self._dominance(stacked.transpose(0, 1).unflatten(2, scale.grid))
-            self.dominance.update(dict(zip(images.which, dominance, strict=True)))
+        self.low = (mean < mean.mean(1, keepdim=True)).double().mean(1)
+        self.stacked = stacked.transpose(0, 1).unflatten(2, scale.grid)  # [B, depth, h, w]
+
+    def report(self, stats: Stats) -> dict[str, Tensor]:
+        told = {"wanted": torch.stack(self.counts).amax(1)} if self.counts else {}
+        if stats.attention_entropy:
+            told["rho"] = self.low
+            if stats.scale.index == self.landmark:
+                told["maps"] = self.stacked
+        return told
+
+    def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
+        if "rho" in report:
+            self.pending.append((stats.scale, stats.rows.which, report["rho"]))
+        if "wanted" in report:
+            self.kept = stats.scale, report["wanted"]
+        if "maps" in report:  # singular values wait for the device, so they cannot be found inside a scale
+            found = self._dominance(report["maps"])
+            self.dominance.update(dict(zip(stats.rows.which, found, strict=True)))
+            ones = torch.ones_like(found[0])
+            self.told("dominance", torch.stack([self.dominance.get(i, ones) for i in range(self.context.images)]))
 
     def _dominance(self, maps: Tensor) -> Tensor:
         """Maps [B, depth, h, w] -> first over second singular value, [B, depth]."""
