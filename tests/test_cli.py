@@ -105,6 +105,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(var_files: Path, tmp_path: Pa
     before = sorted(tmp_path.rglob("*"))
     for words, args in {
         "names nothing that this model can draw": ("4x7",),
+        "unknown runtime 'fast'; allowed: eager, compiled, graphs": ("a fox", "--runtime", "fast"),
         "unknown model 'var-d15'; allowed: clipart, var-d16": ("4", "--model", "var-d15"),
         "from 0 to 11": ("12", *weights),
         "class number, not the text 'fox'": ("fox", *weights),

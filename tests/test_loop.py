@@ -13,7 +13,8 @@ from nextscale.errors import NextscaleError
 from nextscale.kv import LayerCache
 from nextscale.methods.base import Context, Method, Policy, ScalePlan
 from nextscale.methods.selection import Selection
-from nextscale.schedule import INFINITY_GRIDS, PIXEL_BUDGETS
+from nextscale.models.infinity import rotary_table
+from nextscale.schedule import INFINITY_GRIDS, PIXEL_BUDGETS, infinity_schedule
 from nextscale.testing import tiny_infinity, tiny_var
 
 UNGUIDED = {"var": 0.0, "infinity": 1.0, "hart": 0.0}
@@ -332,3 +333,21 @@ def test_nan_weights_are_named() -> None:
     pipe.backbone.blocks[1].mlp.fc1.bias[0] = torch.nan
     with pytest.raises(NextscaleError, match=r"blocks\.1\.mlp\.fc1\.bias hold NaN"):
         ask(pipe)
+
+
+def test_a_schedule_beyond_training(infinity, caplog) -> None:
+    small, large = infinity_schedule(1.0, "1M"), infinity_schedule(1.0, "4M")
+    assert large.grids[:13] == small.grids
+    assert large.grids[13:] == ((96, 96), (128, 128))
+    assert len(infinity_schedule(3.0, "4M")) == 15
+    here = torch.device("cpu")
+    a, b = rotary_table(16, small, here), rotary_table(16, large, here)
+    assert torch.equal(a, b[: len(a)])
+    # Every other cell of the doubled grid sits where the cells of the last trained one are, the others between them.
+    last = b[-128 * 128 :].view(128, 128, 8, 2)
+    assert torch.allclose(last[::2, ::2].flatten(0, 1), a[-64 * 64 :], atol=1e-5)
+    assert not torch.isclose(last[1, 0], last[0, 0]).all()
+    assert infinity.schedule(height=128 * 2, width=128 * 2).pixel_budget == "4M"
+    out = ask(infinity, 1, pixel_budget="4M", callback_on_scale_end=lambda end: end.scale.index < 3)
+    assert out.images[0].size == (256, 256)
+    assert "no model was trained for 256x256" in caplog.text

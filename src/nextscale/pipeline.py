@@ -28,10 +28,10 @@ from nextscale.models.registry import EMBEDDED, ModelSpec
 from nextscale.progress import bar
 from nextscale.prompts import Prompts, read_labels, read_text
 from nextscale.run import cause_of_nan
-from nextscale.runtime import make_executor
+from nextscale.runtime import check_runtime, make_executor
 from nextscale.runtime.eager import Eager
 from nextscale.sampling import Sampling, read_forced
-from nextscale.schedule import Schedule, Size
+from nextscale.schedule import EXTENDED, Schedule, Size
 from nextscale.text.base import TextEncoder
 from nextscale.text.qwen2 import QwenEncoder
 from nextscale.text.t5 import T5Encoder
@@ -97,6 +97,7 @@ class Pipeline:
         told); `torch_dtype` and `device_map` are other spellings of `dtype` and `device`. `runtime` is "eager",
         "compiled" or "graphs" (CUDA graphs: the first call of every size takes a minute, all others are fast).
         """
+        check_runtime(runtime)
         hub = locate.Hub(revision, token, local_files_only)
         target = as_dtype(dtype or torch_dtype or torch.float32)
         where = as_device(device or device_map or "cpu")
@@ -346,6 +347,9 @@ class Pipeline:
 
     def _warn_of_size(self, schedule: Schedule) -> None:
         height, width = (cells * self.tokenizer.stride for cells in schedule.last)
+        if schedule.pixel_budget == EXTENDED:
+            logger.warning("no model was trained for %dx%d: the last two scales extend its schedule", height, width)
+            return
         if self.spec.sizes and (height, width) not in self.spec.sizes:
             trained = choices(f"{h}x{w}" for h, w in self.spec.sizes)
             logger.warning(

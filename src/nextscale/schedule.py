@@ -101,7 +101,8 @@ _ROWS: dict[float, str] = {
     2.5: "1x1 2x2 5x2 10x4 15x6 20x8 25x10 30x12 40x16 50x20 65x26 80x32 100x40",
     3.0: "1x1 2x2 6x2 9x3 15x5 21x7 27x9 36x12 45x15 54x18 72x24 90x30 111x37",
 }
-PIXEL_BUDGETS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}
+PIXEL_BUDGETS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13, "4M": 15}
+EXTENDED = "4M"  # ours: one and a half and twice the table's last grid, for which no model was trained
 
 
 def _table() -> dict[float, tuple[Grid, ...]]:
@@ -115,6 +116,11 @@ def _table() -> dict[float, tuple[Grid, ...]]:
 
 
 INFINITY_GRIDS = _table()
+
+
+def _extended(row: tuple[Grid, ...]) -> tuple[Grid, ...]:
+    h, w = row[-1]
+    return (*row, (3 * h // 2, 3 * w // 2), (2 * h, 2 * w))
 
 
 def infinity_schedule(aspect_ratio: float = 1.0, pixel_budget: str = "1M") -> Schedule:
@@ -131,7 +137,8 @@ def infinity_schedule(aspect_ratio: float = 1.0, pixel_budget: str = "1M") -> Sc
             f"aspect_ratio {aspect_ratio:g} (height/width) is not supported; allowed: {choices(sorted(INFINITY_GRIDS))}"
         )
     row = INFINITY_GRIDS[key]
-    return Schedule(row[: PIXEL_BUDGETS[pixel_budget]], frame=row[-1], aspect_ratio=key, pixel_budget=pixel_budget)
+    grids = _extended(row)[: PIXEL_BUDGETS[pixel_budget]]
+    return Schedule(grids, frame=row[-1], aspect_ratio=key, pixel_budget=pixel_budget)
 
 
 def infinity_schedule_for_size(height: int, width: int, pixels_per_cell: int) -> Schedule:
@@ -139,7 +146,7 @@ def infinity_schedule_for_size(height: int, width: int, pixels_per_cell: int) ->
     sizes = {}
     for ratio, row in INFINITY_GRIDS.items():
         for budget, n in PIXEL_BUDGETS.items():
-            h, w = row[n - 1]
+            h, w = _extended(row)[n - 1]
             sizes[h * pixels_per_cell, w * pixels_per_cell] = (ratio, budget)
     if (height, width) not in sizes:
         near = sorted(sizes, key=lambda s: abs(s[0] - height) + abs(s[1] - width))[:4]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from nextscale.cli.generate import read_prompt
-from nextscale.cli.options import Model, Revision, Vae, Weights, default_device, default_dtype, source_of
+from nextscale.cli.options import Model, PixelBudget, Revision, Vae, Weights, default_device, default_dtype, source_of
 from nextscale.errors import NextscaleError
 from nextscale.methods.naming import parse_methods
 
@@ -39,7 +39,7 @@ def analyze(
     weights: Weights = None,
     seed: int = 0,
     aspect_ratio: Annotated[float | None, typer.Option(help="height / width", show_default=False)] = None,
-    pixel_budget: Annotated[str | None, typer.Option(help="0.06M, 0.25M, 0.60M or 1M", show_default=False)] = None,
+    pixel_budget: PixelBudget = None,
     vae: Vae = None,
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
     device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,

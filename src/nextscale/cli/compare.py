@@ -10,6 +10,7 @@ import typer
 from nextscale.cli.generate import read_prompt
 from nextscale.cli.options import (
     Model,
+    PixelBudget,
     Revision,
     Vae,
     Weights,
@@ -48,7 +49,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("compare.png"),
     json_: Annotated[Path | None, typer.Option("--json", help="Write the table as JSON.", show_default=False)] = None,
     aspect_ratio: Annotated[float | None, typer.Option(help="height / width", show_default=False)] = None,
-    pixel_budget: Annotated[str | None, typer.Option(help="0.06M, 0.25M, 0.60M or 1M", show_default=False)] = None,
+    pixel_budget: PixelBudget = None,
     vae: Vae = None,
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
     device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nextscale.cli.options import Model, Weights, console, default_device, default_dtype, source_of
+from nextscale.cli.options import Model, PixelBudget, Weights, console, default_device, default_dtype, source_of
 from nextscale.errors import NextscaleError
 
 app = typer.Typer(help="Measure methods: quality and cost in one table.", no_args_is_help=True)
@@ -16,7 +16,6 @@ Seeds = Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")]
 Batch = Annotated[int, typer.Option(min=1, help="Pictures at a time; seconds are per picture of such a batch.")]
 Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")]
-Budget = Annotated[str | None, typer.Option(help="0.06M, 0.25M, 0.60M or 1M", show_default=False)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No bars.")]
 QUICK = 4  # prompts of each task
 
@@ -38,7 +37,7 @@ def scenes(
     weights: Weights = None,
     device: Device = None,
     dtype: Dtype = None,
-    pixel_budget: Budget = None,
+    pixel_budget: PixelBudget = None,
     quiet: Quiet = False,
 ) -> None:
     """The six GenEval tasks, graded by the recogniser that comes with the package."""
@@ -75,7 +74,7 @@ def sweep(
     weights: Weights = None,
     device: Device = None,
     dtype: Dtype = None,
-    pixel_budget: Budget = None,
+    pixel_budget: PixelBudget = None,
     quiet: Quiet = False,
 ) -> None:
     """Quality against cost of many settings: table, curve, Pareto set, gain over truncation at equal cost, presets."""

@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-from nextscale.cli.options import Model, Revision, Vae, Weights, default_device, default_dtype, method_of, source_of
+from nextscale.cli.options import (
+    Model,
+    PixelBudget,
+    Revision,
+    Vae,
+    Weights,
+    default_device,
+    default_dtype,
+    method_of,
+    source_of,
+)
 
 
 def export(
@@ -29,7 +39,7 @@ def export(
     top_k: Annotated[int | None, typer.Option(help="0 = off. Default: what the authors use.")] = None,
     top_p: Annotated[float | None, typer.Option(help="0 = off. Default: what the authors use.")] = None,
     smooth: Annotated[bool | None, typer.Option(help="Default: what the authors use.", show_default=False)] = None,
-    pixel_budget: Annotated[str | None, typer.Option(help="0.06M, 0.25M, 0.60M or 1M", show_default=False)] = None,
+    pixel_budget: PixelBudget = None,
     vae: Vae = None,
     text_encoder: Annotated[str | None, typer.Option(help="T5 folder or hub repository.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,

@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-from nextscale.cli.options import Model, Revision, Vae, Weights, default_device, default_dtype, method_of, source_of
+from nextscale.cli.options import (
+    Model,
+    PixelBudget,
+    Revision,
+    Vae,
+    Weights,
+    default_device,
+    default_dtype,
+    method_of,
+    source_of,
+)
 from nextscale.errors import NextscaleError
 
 
@@ -28,11 +38,14 @@ def generate(
     height: Annotated[int | None, typer.Option(show_default=False)] = None,
     width: Annotated[int | None, typer.Option(show_default=False)] = None,
     aspect_ratio: Annotated[float | None, typer.Option(help="height / width", show_default=False)] = None,
-    pixel_budget: Annotated[str | None, typer.Option(help="0.06M, 0.25M, 0.60M or 1M", show_default=False)] = None,
+    pixel_budget: PixelBudget = None,
     vae: Vae = None,
     text_encoder: Annotated[str | None, typer.Option(help="T5 folder or hub repository.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
     device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
+    runtime: Annotated[str, typer.Option(help="eager, compiled or graphs; for one picture eager starts fastest.")] = (
+        "eager"
+    ),
     revision: Revision = None,
     preview: Annotated[
         Path | None, typer.Option(help="Write the picture as it is after every scale into this folder.")
@@ -60,6 +73,7 @@ def generate(
         dtype=dtype or default_dtype(device),
         device=device,
         revision=revision,
+        runtime=runtime,
         progress_bar=False if quiet else None,
     )
     result = pipe(

@@ -15,6 +15,9 @@ from nextscale.methods import Compose, Method, get_method
 from nextscale.methods.naming import read_field
 from nextscale.models.registry import EMBEDDED, get_model
 
+PixelBudget = Annotated[
+    str | None, typer.Option(help="0.06M, 0.25M, 0.60M, 1M, or 4M, which is beyond all training", show_default=False)
+]
 Model = Annotated[
     str | None,
     typer.Option(

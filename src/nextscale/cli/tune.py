@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from nextscale.cli.evaluate import Batch, Budget, Device, Dtype, Out, Prompts, Quick, Quiet, Seeds, make_bench
-from nextscale.cli.options import Model, Weights
+from nextscale.cli.evaluate import Batch, Device, Dtype, Out, Prompts, Quick, Quiet, Seeds, make_bench
+from nextscale.cli.options import Model, PixelBudget, Weights
 from nextscale.errors import NextscaleError
 
 
@@ -29,7 +29,7 @@ def tune(
     weights: Weights = None,
     device: Device = None,
     dtype: Dtype = None,
-    pixel_budget: Budget = None,
+    pixel_budget: PixelBudget = None,
     quiet: Quiet = False,
 ) -> None:
     """The fastest setting of a method whose measured loss stays within a budget."""

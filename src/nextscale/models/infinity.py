@@ -130,14 +130,15 @@ def rotary_table(head_dim: int, schedule: Schedule, device: torch.device) -> Ten
     """cos and sin for every token of a schedule, [tokens, head_dim / 2, 2].
 
     Cells of a small grid sit at the nearest cell of the frame, which is the full-size grid of the same
-    ratio whatever size is generated. The first half of the pairs turns with the row, the second with the column.
+    ratio whatever size is generated; those of a larger grid sit between its cells. The first half of the pairs turns
+    with the row, the second with the column.
     """
     half = head_dim // 2
     frequency = 1.0 / (10000 ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
 
     def angles(cells: int, of: int) -> Tensor:
-        place = (torch.arange(cells) * (of / cells)).round()  # half to even, as torch does
-        return torch.outer(place, frequency)
+        place = torch.arange(cells) * (of / cells)
+        return torch.outer(place.round() if cells <= of else place, frequency)  # half to even, as torch does
 
     def grid_angles(grid: Grid) -> Tensor:
         (h, w), (frame_h, frame_w) = grid, schedule.frame

@@ -17,9 +17,13 @@ RUNTIMES: dict[str, type[Eager]] = {kind.name: kind for kind in (Eager, Compiled
 OLDEST = (7, 0)  # of the GPUs that Triton, and so torch.compile, writes code for
 
 
-def make_executor(runtime: str, device: torch.device) -> Eager:
+def check_runtime(runtime: str) -> None:
     if runtime not in RUNTIMES:
         raise NextscaleError(f"unknown runtime {runtime!r}; allowed: {choices(RUNTIMES)}")
+
+
+def make_executor(runtime: str, device: torch.device) -> Eager:
+    check_runtime(runtime)
     missing = why_missing(runtime, device)
     if missing:
         logger.warning("runtime %s needs %s; the pictures are made with runtime eager", runtime, missing)
