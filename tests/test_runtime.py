@@ -15,11 +15,14 @@ from conftest import ask, same_tokens
 from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SparseVAR, ToProVAR, Truncate
 from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.errors import NextscaleError
+from nextscale.methods.residual import Places, TokenCaches
+from nextscale.run import Rows
 from nextscale.runtime import make_executor
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.decoder import GPUDecoder, doubled
 from nextscale.runtime.eager import Eager
 from nextscale.runtime.graphs import Graphs
+from nextscale.schedule import Schedule
 from nextscale.tokenizers.autoencoder import Decoder, Upsample
 
 
@@ -201,6 +204,30 @@ def test_a_scale_that_needs_more_room_is_run_again(infinity, monkeypatch) -> Non
         assert same_tokens(expected, found)
         assert close(expected.trace.to_dict()["images"], found.trace.to_dict()["images"])
     assert graphs.again > 0
+
+
+def test_the_cache_of_graphs_grows_with_what_is_kept(infinity, monkeypatch) -> None:
+    monkeypatch.setattr("nextscale.runtime.graphs.SHARE", 0.01)
+    method, other = NOVA(t_est=2, alpha=10), copy.copy(infinity)
+    other.executor = graphs = Pretended()
+    for first in (0, 2, 4, 0):
+        assert same_tokens(ask(infinity, 2, first=first, method=method), ask(other, 2, first=first, method=method))
+    plain = infinity.schedule(pixel_budget="0.06M").tokens
+    assert all(k.shape[2] < plain for k, _ in graphs.program.kv)
+    graphs.recorded = 0
+    ask(other, 2, method=method)
+    assert graphs.recorded == 0, "once it is large enough, graphs stay"
+
+
+def test_two_places_are_enough_for_a_map() -> None:
+    schedule = Schedule.squares((1, 2, 3, 4, 6))
+    cache = TokenCaches(Places(schedule))["x"]
+    rows, maps = Rows((0,), ()), {}
+    for scale in schedule:
+        maps[scale.index] = torch.randn(1, scale.tokens, 2)
+        cache.store(rows, scale.grid, maps[scale.index])
+        assert torch.equal(cache.read(rows, scale.grid, "nearest"), maps[scale.index])
+    assert cache.places.nbytes == 4 * 2 * (9 + 16 + 36), "the last scale, which nobody asks, has its own"
 
 
 def test_a_callback_may_change_the_maps_of_graphs(any_pipe, fresh) -> None:

@@ -260,7 +260,7 @@ class Pipeline:
         """What a method may know of a call."""
         b = self.backbone
         bits = b.token_shape[0] if b.token_shape else None
-        return Context(images, schedule, sampling, b.depth, b.parts, bits, self.device, self.decode)
+        return Context(images, schedule, sampling, b.depth, b.parts, bits, self.device, b.dtype, self.decode)
 
     def encode(self, images: Image.Image | Sequence[Image.Image] | Tensor) -> list[Tensor]:
         """Pictures, or a tensor [B, 3, H, W] in [-1, 1] -> the tokens of every scale, as `force_tokens` takes them."""

@@ -99,7 +99,7 @@ def _restore(
         y = tl.load(y_at + (row * slots + slot) * CHANNELS + channel, mask=real, other=0.0)
         tl.store(out_at + at, y, mask=real)
         if ADDED:
-            tl.store(added_at + at, y - x, mask=real)
+            tl.store(added_at + at, (y - x).to(added_at.dtype.element_ty), mask=real)
     else:
         base = cached_at + row * h * w * CHANNELS + channel
         if BILINEAR:
@@ -109,15 +109,15 @@ def _restore(
             r0, c0 = tl.minimum(r.to(tl.int32), h - 1), tl.minimum(c.to(tl.int32), w - 1)
             r1, c1 = tl.minimum(r0 + 1, h - 1), tl.minimum(c0 + 1, w - 1)
             fr, fc = r - r0, c - c0
-            a = tl.load(base + (r0 * w + c0) * CHANNELS, mask=real, other=0.0)
-            b = tl.load(base + (r0 * w + c1) * CHANNELS, mask=real, other=0.0)
-            d = tl.load(base + (r1 * w + c0) * CHANNELS, mask=real, other=0.0)
-            e = tl.load(base + (r1 * w + c1) * CHANNELS, mask=real, other=0.0)
+            a = tl.load(base + (r0 * w + c0) * CHANNELS, mask=real, other=0.0).to(tl.float32)
+            b = tl.load(base + (r0 * w + c1) * CHANNELS, mask=real, other=0.0).to(tl.float32)
+            d = tl.load(base + (r1 * w + c0) * CHANNELS, mask=real, other=0.0).to(tl.float32)
+            e = tl.load(base + (r1 * w + c1) * CHANNELS, mask=real, other=0.0).to(tl.float32)
             old = (1 - fr) * ((1 - fc) * a + fc * b) + fr * ((1 - fc) * d + fc * e)
         else:
             r = tl.minimum((cell // width * by_row).to(tl.int32), h - 1)
             c = tl.minimum((cell % width * by_column).to(tl.int32), w - 1)
-            old = tl.load(base + (r * w + c) * CHANNELS, mask=real, other=0.0)
+            old = tl.load(base + (r * w + c) * CHANNELS, mask=real, other=0.0).to(tl.float32)
         tl.store(out_at + at, x + old, mask=real)
         if ADDED:
-            tl.store(added_at + at, old, mask=real)
+            tl.store(added_at + at, old.to(added_at.dtype.element_ty), mask=real)

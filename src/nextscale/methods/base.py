@@ -45,6 +45,7 @@ class Context:
     parts: tuple[str, ...]
     bits: int | None = None  # per token; None for a codebook
     device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32  # of the layers' matrix products
     decode: Callable[[Tensor], Tensor] | None = None  # feature maps -> pictures in [-1, 1]
 
 

@@ -46,14 +46,16 @@ class CachedPolicy(Policy):
         records, feature = self.records(stats.scale), self.kind == "feature"
         newest = None if chosen is None or feature or not restores(x, self.restore_mode) else cache.newest(rows)
         if chosen is not None and newest is not None:  # the same as below, in one pass
-            new = cache.place(rows, grid, x) if records else None
+            new = cache.place(rows, grid, x, self.context.dtype) if records else None
             grids = newest.grid, grid
             filled = fused_restore(x, newest.maps, grids, self.restore_mode, chosen, y, new)
         else:
-            filled, new = self._restored(cache.read(rows, grid, self.restore_mode), x, chosen, y)
+            cached = None if chosen is None else cache.read(rows, grid, self.restore_mode)
+            filled, new = self._restored(None if cached is None else cached.to(x.dtype), x, chosen, y)
         if records:
             assert new is not None
-            cache.store(rows, grid, new)
+            # Kept as exactly as the layers compute: at a high resolution this is most of a run's memory.
+            cache.store(rows, grid, new.to(self.context.dtype))
         return filled
 
     def _restored(self, cached: Tensor | None, x: Tensor, chosen: Selection | None, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.methods.selection import Selection, scatter
-from nextscale.schedule import Grid
+from nextscale.schedule import Grid, Schedule
 
 if TYPE_CHECKING:
     from nextscale.run import Rows
@@ -44,10 +44,32 @@ class _Entry:
         return _Entry(self.grid, tuple(self.rows[i] for i in left), self.maps[left])
 
 
+class Places:
+    """Fixed places for maps. A scale writes its own and reads those of the scale before: two for a name are enough."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        before = [s for s in schedule if s.index < len(schedule) - 1]  # nobody reads what the last scale leaves
+        room = {half: max((s.tokens for s in before if s.index % 2 == half), default=1) for half in (0, 1)}
+        self.room = {s.grid: (s.index % 2, room[s.index % 2]) for s in before}
+        self.tensors: dict[Hashable, Tensor] = {}
+
+    def find(self, name: Hashable, grid: Grid, rows: tuple[Row, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
+        r, n, c = like.shape
+        half, cells = self.room.get(grid, (grid, n))
+        key = (name, half, rows, dtype, c)
+        if key not in self.tensors:
+            self.tensors[key] = torch.empty(r * max(cells, n) * c, dtype=dtype, device=like.device)
+        return self.tensors[key][: r * n * c].view(r, n, c)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+
 class TokenCache:
     """The newest map of every row, whatever scale it is from."""
 
-    def __init__(self, name: Hashable = None, places: dict[Hashable, Tensor] | None = None) -> None:
+    def __init__(self, name: Hashable = None, places: Places | None = None) -> None:
         self.name, self.places = name, places
         self.entries: tuple[_Entry, ...] = ()
 
@@ -61,20 +83,14 @@ class TokenCache:
     def _placed(self, grid: Grid, rows: tuple[Row, ...], maps: Tensor) -> Tensor:
         if self.places is None:
             return maps
-        place = self._place(grid, rows, maps)
-        return place if maps is place else place.copy_(maps)
+        place = self.places.find(self.name, grid, rows, maps, maps.dtype)
+        return place if maps.data_ptr() == place.data_ptr() else place.copy_(maps)
 
-    def _place(self, grid: Grid, rows: tuple[Row, ...], like: Tensor) -> Tensor:
-        if self.places is None:
-            return torch.empty_like(like)
-        key = (self.name, grid, rows)
-        if key not in self.places:
-            self.places[key] = torch.empty_like(like)
-        return self.places[key]
-
-    def place(self, rows: Rows, grid: Grid, like: Tensor) -> Tensor:
+    def place(self, rows: Rows, grid: Grid, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Where a map may be written before it is stored, which then copies nothing."""
-        return self._place(grid, tuple(keys_of(rows)), like)
+        if self.places is None:
+            return torch.empty_like(like, dtype=dtype)
+        return self.places.find(self.name, grid, tuple(keys_of(rows)), like, dtype)
 
     def newest(self, rows: Rows) -> _Entry | None:
         """The newest map, if it has exactly these rows."""
@@ -101,9 +117,9 @@ class TokenCache:
 class TokenCaches(dict[Hashable, TokenCache]):
     """All that a policy remembers from scale to scale, by name; at fixed places if captured scales have to find it."""
 
-    def __init__(self, fixed: bool = False) -> None:
+    def __init__(self, places: Places | None = None) -> None:
         super().__init__()
-        self.places: dict[Hashable, Tensor] | None = {} if fixed else None
+        self.places = places
 
     def __missing__(self, name: Hashable) -> TokenCache:
         self[name] = TokenCache(name, self.places)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextscale.devices import wait_for
 from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.base import Policy, ScalePlan, Stats
-from nextscale.methods.residual import TokenCaches
+from nextscale.methods.residual import Places, TokenCaches
 from nextscale.methods.selection import Selection
 from nextscale.run import Rows, Run, not_finite
 from nextscale.runtime.compiled import Compiled
@@ -34,6 +36,7 @@ from nextscale.schedule import Scale
 logger = logging.getLogger(__name__)
 
 STEPS = 32  # slots are multiples of this part of a scale
+SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
 WASTE = 1.3  # times the slots that are needed: capturing a scale takes as long as running it a hundred times
 
 
@@ -95,11 +98,12 @@ class Program:
         self.inputs: Inputs = tuple(None if t is None else t.clone() for t in inputs)
         self.features = run.features
         self.kv = [(cache.k, cache.v) for cache in run.kv]
+        self.used = [0] * len(self.kv)  # entries of each layer at most, in the call at work
         rows = len(run.kv[0].k)
         self.lengths = torch.zeros(len(self.kv), rows, dtype=torch.long, device=self.features.device)
         self.before = self.features.clone(), self.lengths.clone()
         self.draws = FixedDraws(work.draws)
-        self.memory = TokenCaches(fixed=True)
+        self.memory = TokenCaches(Places(work.schedule))
         self.numbers: dict[str, Tensor] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
         self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
@@ -116,6 +120,7 @@ class Program:
         self.draws.source = work.draws
         self.draws.refill(range(images))
         self.features.zero_()
+        self.used = [0] * len(self.kv)
         self.memory.remember({})
         work.policy.memory, work.policy.numbers = self.memory, self.numbers
         # The trace reads lengths long after the next call has overwritten the fixed place.
@@ -124,6 +129,22 @@ class Program:
         run = Run(work.backbone, state, self.features, work.schedule, guided)
         run.kv = [LayerCache.over(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
         return run
+
+    def make_room(self, tokens: Sequence[int], kv: Sequence[LayerCache]) -> bool:
+        """For so many tokens more in the cache of each layer. Whether it grew: then no graph knows its places."""
+        grown = False
+        for n, (k, v) in enumerate(self.kv):
+            missing = self.used[n] + tokens[n] - k.shape[2]
+            if missing > 0:
+                more = max(missing, k.shape[2] // 2)
+                k, v = (torch.nn.functional.pad(t, (0, 0, 0, more)) for t in (k, v))
+                self.kv[n], rows = (k, v), len(kv[n].k)
+                kv[n].k, kv[n].v = k[:rows], v[:rows]
+                grown = True
+        if grown:
+            wait_for(self.features.device)  # a graph may still be at work
+            self.graphs.clear()
+        return grown
 
     def save(self) -> None:
         for place, now in zip(self.before, (self.features, self.lengths), strict=True):
@@ -159,7 +180,8 @@ class Graphs(Compiled):
         if self.program is None or self.key != key:
             self.program = None  # frees the old one first
             run = super().open(work, inputs, images, guided)
-            run.reserve(work.backbone.context + work.schedule.tokens)
+            share = 1.0 if passive(work.policy) else SHARE
+            run.reserve(work.backbone.context + math.ceil(share * work.schedule.tokens))
             self.key, self.program = key, Program(work, inputs, run)
             self.program.beginning = self.record_state(work, self.program)
         return self.program.load(work, inputs, images, guided)
@@ -193,11 +215,15 @@ class Graphs(Compiled):
             program.features.copy_(features)
         work = dataclasses.replace(work, draws=program.draws)
         remembered = program.memory.entries()
-        graphs = program.graphs.setdefault((scale.index, rows, plan.variant, plan.needs, tuple(used_of(kv))), {})
-        need = plan.slots
+        key = (scale.index, rows, plan.variant, plan.needs, tuple(used_of(kv)))
+        need, all_tokens = plan.slots, scale.tokens + (0 if scale.index else work.backbone.context)
         self.scales += bool(need)
         while True:
+            graphs = program.graphs.setdefault(key, {})
             self.slots = enough_room(need, graphs, scale.tokens)
+            room = self.slots or (all_tokens,) * len(kv)
+            if program.make_room(room, kv):
+                continue
             captured = graphs.get(self.slots)
             if need or captured is None:
                 program.save()
@@ -213,6 +239,7 @@ class Graphs(Compiled):
             need = tuple(map(max, wanted, need))
         made = captured.made
         use(kv, made.kv)
+        program.used = [used + tokens for used, tokens in zip(program.used, room, strict=True)]
         program.memory.remember(made.memory)
         self.unread.append((scale, captured))
         return self.copied(made, scale, rows)
