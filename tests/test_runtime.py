@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from conftest import ask, same_tokens
 from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SparseVAR, ToProVAR, Truncate
 from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.errors import NextscaleError
+from nextscale.methods.base import Method, Policy
 from nextscale.methods.residual import Places, TokenCaches
 from nextscale.run import Rows
 from nextscale.runtime import make_executor
@@ -217,6 +220,36 @@ def test_the_cache_of_graphs_grows_with_what_is_kept(infinity, monkeypatch) -> N
     graphs.recorded = 0
     ask(other, 2, method=method)
     assert graphs.recorded == 0, "once it is large enough, graphs stay"
+
+
+@dataclass(frozen=True)
+class Resting(Method):
+    """The first image leaves out the fourth scale and stops before the last, with NOVA's reduction or without."""
+
+    name, summary = "resting", ""
+    like: Method | None = None
+
+    def start(self, context):
+        policy = Policy(context) if self.like is None else self.like.start(context)
+        inner = policy.begin_scale
+
+        def begin_scale(scale):
+            first = {3: "skip", len(context.schedule) - 1: "stop"}.get(scale.index, "run")
+            return dataclasses.replace(inner(scale), actions=(first, *["run"] * (context.images - 1)))
+
+        policy.begin_scale = begin_scale
+        return policy
+
+
+@pytest.mark.parametrize("like", [None, NOVA(t_est=2, alpha=10, uncomputed="nothing")])
+def test_pictures_that_rest(any_pipe, monkeypatch, like) -> None:
+    monkeypatch.setattr("nextscale.runtime.graphs.SHARE", 0.01)
+    other = copy.copy(any_pipe)
+    other.executor = graphs = Pretended()
+    graphs.through = Eager.through
+    for first in (0, 2, 0):
+        assert same_tokens(*(ask(p, 2, first=first, method=Resting(like)) for p in (any_pipe, other)))
+    assert graphs.recorded
 
 
 def test_two_places_are_enough_for_a_map() -> None:

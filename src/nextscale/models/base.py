@@ -165,9 +165,9 @@ class Backbone(nn.Module, ABC):
         x may hold the first rows only. `codes` [R, n] asks for the logits of some codes; all are an answer too.
         """
 
-    def bit_head(self, state: Any, images: int) -> BitHead | None:
-        """The head of the conditional rows in a form that a kernel reads; None if it has another."""
-        return None
+    def bit_head(self, state: Any, images: int) -> BitHead:
+        """The head of the conditional rows, of a model of bits, in a form that a kernel reads."""
+        raise NotImplementedError
 
     @abstractmethod
     def schedule(self, size: Size, stride: int) -> Schedule:

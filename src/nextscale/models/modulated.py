@@ -61,9 +61,7 @@ class ModulatedBackbone(Backbone):
         logits = head_logits(self.head_linear, modulated_norm(x, scale, shift, self.config.eps), codes)
         return logits if codes is not None else logits.unflatten(-1, (*self.token_shape, self.token_values))
 
-    def bit_head(self, state: Any, images: int) -> BitHead | None:
-        if not self.token_shape:
-            return None
+    def bit_head(self, state: Any, images: int) -> BitHead:
         scale, shift = state.head_modulation[:images, 0].unbind(1)
         return BitHead.of(self.head_linear, scale, shift, self.config.eps)
 

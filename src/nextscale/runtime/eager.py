@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -72,9 +73,10 @@ class Eager:
         self, backbone: Backbone, state: Any, images: int, x: Tensor
     ) -> Callable[[Tensor, str], Tensor] | None:
         """Entropy of the head's prediction without its logits, where there is a kernel for states like x."""
-        if not looks(x) or (head := backbone.bit_head(state, images)) is None:
+        if not looks(x) or not backbone.token_shape:
             return None
-        return lambda hidden, unit: fused_lens(hidden, head, unit)
+        head = functools.cache(lambda: backbone.bit_head(state, images))  # made once a scale, and only if somebody asks
+        return lambda hidden, unit: fused_lens(hidden, head(), unit)
 
     def open(self, work: Work, inputs: tuple[Tensor | None, ...], images: int, guided: bool) -> Run:
         """A call begins."""

@@ -133,14 +133,18 @@ class Program:
     def make_room(self, tokens: Sequence[int], kv: Sequence[LayerCache]) -> bool:
         """For so many tokens more in the cache of each layer. Whether it grew: then no graph knows its places."""
         grown = False
-        for n, (k, v) in enumerate(self.kv):
-            missing = self.used[n] + tokens[n] - k.shape[2]
-            if missing > 0:
-                more = max(missing, k.shape[2] // 2)
-                k, v = (torch.nn.functional.pad(t, (0, 0, 0, more)) for t in (k, v))
-                self.kv[n], rows = (k, v), len(kv[n].k)
-                kv[n].k, kv[n].v = k[:rows], v[:rows]
-                grown = True
+        for n, cache in enumerate(kv):
+            missing = self.used[n] + tokens[n] - cache.k.shape[2]
+            if missing <= 0:
+                continue
+            more = (0, 0, 0, max(missing, cache.k.shape[2] // 2))
+            if cache.k.data_ptr() != self.kv[n][0].data_ptr():  # some rows have left, and the others moved together
+                cache.k, cache.v = (torch.nn.functional.pad(t, more) for t in (cache.k, cache.v))
+                continue
+            k, v = (torch.nn.functional.pad(t, more) for t in self.kv[n])
+            self.kv[n], rows = (k, v), len(cache.k)
+            cache.k, cache.v = k[:rows], v[:rows]
+            grown = True
         if grown:
             wait_for(self.features.device)  # a graph may still be at work
             self.graphs.clear()
@@ -165,12 +169,13 @@ class Graphs(Compiled):
         self.key: Hashable = None
         self.program: Program | None = None  # of the newest shape of call; its cache is large, so there is but one
         self.reason = ""  # why this call is not captured
+        self.apart = False  # pictures of this call have run different scales
         self.unread: list[tuple[Scale, Captured]] = []
         self.scales = self.again = 0  # reduced scales that were run, and those that needed more room
 
     def open(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
         self.unread.clear()
-        self.reason = why_not(work)
+        self.apart, self.reason = False, why_not(work)
         if self.reason:
             logger.info("no CUDA graphs: %s", self.reason)
             return super().open(work, inputs, images, guided)
@@ -208,20 +213,27 @@ class Graphs(Compiled):
         kv: Sequence[LayerCache],
     ) -> Step:
         program = self.program
-        if self.reason or program is None or rows.images < len(program.features):
+        all_tokens = (scale.tokens + (0 if scale.index else work.backbone.context),) * len(kv)
+        some = program is not None and rows.images < len(program.features)
+        # What a method remembers of pictures that rest lies anywhere: from then on nothing can be captured.
+        self.apart |= some and not passive(work.policy)
+        if self.reason or program is None or some or self.apart:
             self.slots = ()
+            if program is not None and not self.reason:  # some pictures rest: their rows of the cache are kept
+                program.make_room(all_tokens, kv)
+                program.used = list(map(operator.add, program.used, all_tokens))
             return super().run_scale(work, scale, plan, rows, state, features, kv)
         if features is not program.features:  # a callback gave others
             program.features.copy_(features)
         work = dataclasses.replace(work, draws=program.draws)
         remembered = program.memory.entries()
         key = (scale.index, rows, plan.variant, plan.needs, tuple(used_of(kv)))
-        need, all_tokens = plan.slots, scale.tokens + (0 if scale.index else work.backbone.context)
+        need = plan.slots
         self.scales += bool(need)
         while True:
             graphs = program.graphs.setdefault(key, {})
             self.slots = enough_room(need, graphs, scale.tokens)
-            room = self.slots or (all_tokens,) * len(kv)
+            room = self.slots or all_tokens
             if program.make_room(room, kv):
                 continue
             captured = graphs.get(self.slots)
@@ -231,7 +243,7 @@ class Graphs(Compiled):
                 captured = graphs[self.slots] = self.capture(program, work, scale, plan, rows, state, kv)
             captured.graph.replay()
             wanted = captured.made.step.report["wanted"].tolist() if need else []
-            if all(w <= room for w, room in zip(wanted, self.slots, strict=True)):
+            if all(map(operator.le, wanted, self.slots)):
                 break
             self.again += 1
             program.go_back()
@@ -239,7 +251,7 @@ class Graphs(Compiled):
             need = tuple(map(max, wanted, need))
         made = captured.made
         use(kv, made.kv)
-        program.used = [used + tokens for used, tokens in zip(program.used, room, strict=True)]
+        program.used = list(map(operator.add, program.used, room))
         program.memory.remember(made.memory)
         self.unread.append((scale, captured))
         return self.copied(made, scale, rows)
@@ -292,7 +304,7 @@ class Graphs(Compiled):
 
     def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Any) -> None:
         """Reading a number would make the host wait: `close` does it, once."""
-        if self.reason:
+        if self.reason or self.apart:
             super().require_finite(raw, logits, scale, backbone)
 
     def close(self, work: Work) -> None:
