@@ -165,9 +165,8 @@ class NOVAPolicy(CachedPolicy):
         if not layer:
             self.layer_sum: Tensor | None = None
             self.chosen: Selection | None = None  # the newest of this scale
-            self.layers: list[
-                tuple[Tensor, Tensor, Tensor]
-            ] = []  # mean entropy, ratio and tokens kept of each layer, [B]
+            # Mean entropy, ratio and tokens kept of each layer, [B].
+            self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
         if self.probe == "previous" and self.method.layer_linkage and self.records(stats.scale) and not all(ratios):
             # A complete scale is the only chance to learn the layers' entropies of an image.
             images = Rows(rows.which, ())
