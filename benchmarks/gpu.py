@@ -82,7 +82,32 @@ def floor(pipe: Pipeline, scale: Scale, rows: int, share: float) -> float:
     return max(weights / BANDWIDTH, rows * (flops + b.head_flops(scale.tokens)) / ARITHMETIC)
 
 
-def measure(pipe: Pipeline, images: int, method: NOVA | None, repeats: int) -> dict[str, Any]:
+def decode_alone(pipe: Pipeline, images: int, repeats: int = 5) -> float:
+    """Milliseconds, by CUDA events."""
+    features = torch.randn_like(pipe.tokenizer.blank(images, pipe.schedule())) * 0.2
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):  # the first time is a warm-up
+        begin.record()
+        for _ in range(repeats):
+            pipe.executor.decode(pipe.tokenizer, features)
+        end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def profile(call: Any, lines: int) -> None:
+    """The kernels of one call by the time they take, and how many were launched."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
+        call()
+        torch.cuda.synchronize()
+    found = [e for e in watched.key_averages() if e.self_device_time_total and not e.key.startswith("aten::")]
+    total = sum(e.self_device_time_total for e in found) / 1e3
+    print(f"  kernels: {total:.1f} ms in {sum(e.count for e in found)} launches")
+    for e in sorted(found, key=lambda e: -e.self_device_time_total)[:lines]:
+        print(f"  {e.self_device_time_total / 1e3:>9.2f} ms {e.count:>6} x  {e.key[:100]}")
+
+
+def measure(pipe: Pipeline, images: int, method: NOVA | None, repeats: int, lines: int = 0) -> dict[str, Any]:
     width = pipe.backbone.config.text_dim
     embeds = [torch.randn(TEXT, width, device="cuda") for _ in range(images)]
     call: dict[str, Any] = {"prompt_embeds": embeds, "output_type": "pt", "method": method}
@@ -111,11 +136,15 @@ def measure(pipe: Pipeline, images: int, method: NOVA | None, repeats: int) -> d
     shares = [sum(x["kept"] for x in e["layers"]) / (len(e["layers"]) * e["tokens"]) for e in trace["scales"]]
     least = [floor(pipe, s, 2 * images, share) for s, share in zip(pipe.schedule(), shares, strict=True)]
     whole = statistics.median(seconds)
+    if lines:
+        profile(lambda: pipe(**call, seed=0), lines)
     flops = images * trace["flops"]
     return {
         "ms": 1e3 * whole,
         "p95_ms": 1e3 * sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1],
-        "decode_ms": 1e3 * made.trace.seconds["decode"],
+        "decode_ms": decode_alone(pipe, images),
+        "reduced_scales": getattr(pipe.executor, "scales", 0),
+        "run_again": getattr(pipe.executor, "again", 0),  # a layer wanted more room than the graph had
         "scales_ms": scales,  # the first holds the text's keys and values
         "floor_ms": 1e3 * sum(least),
         "tokens": trace["row_tokens_computed"] / trace["row_tokens_full"],
@@ -166,6 +195,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="also the kernels that take most time")
     parser.add_argument("--from", type=Path, nargs="+", dest="before", help="files of --json; nothing is measured")
     options = parser.parse_args()
     if options.before:
@@ -188,7 +218,7 @@ def main() -> None:
                     pipe.executor = make_executor(runtime, pipe.device)
                     gc.collect()
                     torch.cuda.empty_cache()
-                    found = measure(pipe, images, read_ratios(ratios), options.repeats)
+                    found = measure(pipe, images, read_ratios(ratios), options.repeats, options.profile)
                     rows.append({"model": name, "ratios": ratios, "runtime": runtime, "images": images, **found})
                     print(
                         f"{name:<12} {ratios:<22} {runtime:<8} {images:>2} {found['ms']:>8.1f} {found['p95_ms']:>8.1f} "
@@ -197,6 +227,8 @@ def main() -> None:
                         f"{found['first_call_s']:>8.1f}",
                         flush=True,
                     )
+                    if found["reduced_scales"]:
+                        print(f"  {found['run_again']} of {found['reduced_scales']} reduced scales were run again")
                     print("  scales, ms: " + " ".join(f"{t:.2f}" for t in found["scales_ms"]), flush=True)
                     if options.json:
                         options.json.write_text(json.dumps(rows, indent=1))

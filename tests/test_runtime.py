@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import logging
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from conftest import ask, same_tokens
-from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SparseVAR, ToProVAR, Truncate
+from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SkipVAR, SparseVAR, ToProVAR, Truncate
 from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Method, Policy
@@ -261,6 +262,34 @@ def test_two_places_are_enough_for_a_map() -> None:
         cache.store(rows, scale.grid, maps[scale.index])
         assert torch.equal(cache.read(rows, scale.grid, "nearest"), maps[scale.index])
     assert cache.places.nbytes == 4 * 2 * (9 + 16 + 36), "the last scale, which nobody asks, has its own"
+
+
+def test_what_a_callback_keeps_is_not_overwritten(any_pipe, fresh) -> None:
+    other = copy.copy(any_pipe)
+    other.executor = Pretended()
+    kept = {any_pipe: [], other: []}
+    for pipe, ends in kept.items():
+        for first in (0, 2):
+            ask(pipe, 2, first=first, callback_on_scale_end=ends.append)
+    for a, b in zip(*kept.values(), strict=True):
+        for name in ("features", "tokens", "logits", "raw_logits", "hidden"):
+            assert torch.allclose(getattr(a, name).float(), getattr(b, name).float(), atol=1e-4), name
+        assert torch.allclose(a.decode(), b.decode(), atol=1e-4)
+
+
+def test_skipvar_sees_two_different_previews(infinity, fresh, tmp_path) -> None:
+    stage = {"classes": [0, 1, 2], "mean": [0.0, 0.0], "scale": [1.0, 1.0], "intercept": [0.0, 0.0, 0.0]}
+    stage["coef"] = [[-1000.0, 0.0], [0.0, 0.0], [1000.0, 0.0]]  # leaves scales out where the picture still changes
+    decision = tmp_path / "decision.json"
+    decision.write_text(json.dumps({"skip": stage}))
+    method, other = SkipVAR(str(decision), at=0.5), copy.copy(infinity)
+    other.executor = graphs = Pretended()
+    for first in (0, 2):
+        expected, found = (ask(pipe, 2, first=first, method=method) for pipe in (infinity, other))
+        assert same_tokens(expected, found)
+        assert expected.trace.policy.features[0][0] > 0
+        assert found.trace.policy.features[0] == pytest.approx(expected.trace.policy.features[0], rel=1e-3)
+    assert graphs.recorded
 
 
 def test_a_callback_may_change_the_maps_of_graphs(any_pipe, fresh) -> None:

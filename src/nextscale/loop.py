@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,11 @@ class ScaleEnd:
     hidden: Tensor  # output of the last block, [R, N, C]
     decode: Callable[[], Tensor]  # the picture so far, [B, 3, H, W] in [-1, 1]
 
+    def copied(self) -> ScaleEnd:
+        """One that may be kept, where the next call overwrites these tensors."""
+        tokens, logits, raw = self.tokens.clone(), self.logits.clone(), self.raw_logits.clone()
+        return dataclasses.replace(self, tokens=tokens, logits=logits, raw_logits=raw, hidden=self.hidden.clone())
+
 
 Callback = Callable[[ScaleEnd], "bool | Tensor | None"]
 
@@ -62,8 +67,7 @@ def generate(
     """Feature maps of `images` pictures, in the returned Run."""
     executor = executor or Eager()
     guided = sampling.guided_until > 0
-    method = json.dumps(trace.header.get("method"))
-    work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced, method)
+    work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced)
     run = executor.open(work, backbone.read(condition, guided), images, guided)
     expected = policy.expected_tokens()
     run.reserve(backbone.context + expected if expected else 0)

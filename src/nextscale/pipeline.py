@@ -225,7 +225,9 @@ class Pipeline:
 
             def after(end: ScaleEnd) -> bool | Tensor | None:
                 advance(1)
-                return callback_on_scale_end(end) if callback_on_scale_end else None
+                if callback_on_scale_end is None:
+                    return None
+                return callback_on_scale_end(end.copied() if self.executor.overwrites else end)
 
             run = generate(
                 self.backbone,

@@ -112,6 +112,8 @@ class Policy:
     # host numbers that `ScalePlan.variant` does not tell, or leaves tensors anywhere but in `memory` and the report.
     capturable: bool = False
 
+    method: Any = None  # its settings, hashable: policies with equal ones run the same code
+
     def __init__(self, context: Context) -> None:
         self.context = context
         self.memory = TokenCaches()

@@ -47,6 +47,7 @@ class ComposedPolicy(Policy):
     def __init__(self, context: Context, policies: list[Policy], selecting: Policy) -> None:
         self.policies, self.selecting = policies, selecting
         super().__init__(context)
+        self.method = tuple(p.method for p in policies)
         others = [p for p in policies if p is not selecting]
         host = all(type(p).end_scale is Policy.end_scale for p in others)
         self.capturable = selecting.capturable and host

@@ -44,9 +44,6 @@ class Compiled(Eager):
         self._entropy = torch.compile(token_entropy, backend=backend)
         self.decoder: GPUDecoder | None = None
 
-    def reset(self) -> None:
-        self.decoder = None
-
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
         if self.decoder is None:
             self.decoder = GPUDecoder(tokenizer.decoder)

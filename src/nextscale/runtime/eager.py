@@ -37,7 +37,6 @@ class Work:
     policy: Policy
     draws: Draws
     forced: Sequence[Tensor] = ()  # tokens of the first scales that the user gives, [B, ...]
-    method: str = ""  # its name and settings
 
     @property
     def guide_after(self) -> list[int]:
@@ -61,6 +60,7 @@ class Step:
 class Eager:
     name = "eager"
     slots: tuple[int, ...] = ()  # room for the tokens of each layer; () = as many as it keeps
+    overwrites = False  # whether the next call writes into the tensors of a Step
     text_slots = 1  # prompts are padded to a multiple of it
     through = staticmethod(through)
     token_entropy = staticmethod(token_entropy)
@@ -85,9 +85,6 @@ class Eager:
 
     def close(self, work: Work) -> None:
         """All its scales have been run."""
-
-    def reset(self) -> None:
-        """The model was moved or changed: forget what was made for it."""
 
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
         """Maps [B, d, H, W] -> pictures [B, 3, H, W] in [-1, 1]."""

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 STEPS = 32  # slots are multiples of this part of a scale
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
-WASTE = 1.3  # times the slots that are needed: capturing a scale takes as long as running it a hundred times
+WASTE = 1.3  # times the slots that are needed: rather than capturing anew, which runs the scale twice and more
 
 
 Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
@@ -162,6 +162,7 @@ class Program:
 
 class Graphs(Compiled):
     name = "graphs"
+    overwrites = True
     text_slots = 64
 
     def __init__(self, backend: str = "inductor") -> None:
@@ -180,7 +181,7 @@ class Graphs(Compiled):
             logger.info("no CUDA graphs: %s", self.reason)
             return super().open(work, inputs, images, guided)
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in inputs)
-        method = "" if passive(work.policy) else work.method
+        method = None if passive(work.policy) else work.policy.method
         key = (work.backbone, work.schedule, work.sampling, shapes, images, guided, method)
         if self.program is None or self.key != key:
             self.program = None  # frees the old one first
@@ -197,10 +198,6 @@ class Graphs(Compiled):
         with torch.cuda.graph(graph, pool=program.pool):
             state = work.backbone.prepare(program.inputs, work.schedule)
         return graph, state
-
-    def reset(self) -> None:
-        super().reset()
-        self.key = self.program = None
 
     def run_scale(
         self,
@@ -223,8 +220,7 @@ class Graphs(Compiled):
                 program.make_room(all_tokens, kv)
                 program.used = list(map(operator.add, program.used, all_tokens))
             return super().run_scale(work, scale, plan, rows, state, features, kv)
-        if features is not program.features:  # a callback gave others
-            program.features.copy_(features)
+        program.features.copy_(features)
         work = dataclasses.replace(work, draws=program.draws)
         remembered = program.memory.entries()
         key = (scale.index, rows, plan.variant, plan.needs, tuple(used_of(kv)))
@@ -257,10 +253,10 @@ class Graphs(Compiled):
         return self.copied(made, scale, rows)
 
     def copied(self, made: Recorded, scale: Scale, rows: Rows) -> Step:
-        """What has to outlive the next replay."""
+        """What has to outlive the next replay; the other results hold until the next call."""
         stats = Stats(scale, rows, made.step.stats.lens, made.chosen.copied(), context=made.step.stats.context)
         report = {name: told.clone() for name, told in made.step.report.items()}
-        return dataclasses.replace(made.step, stats=stats, report=report)
+        return dataclasses.replace(made.step, features=made.step.features.clone(), stats=stats, report=report)
 
     def capture(
         self,
@@ -345,4 +341,6 @@ def why_not(work: Work) -> str:
         return "tokens are forced"
     if not passive(work.policy) and not work.policy.capturable:
         return "the method waits for the device inside a scale"
+    if not passive(work.policy) and work.policy.method is None:
+        return "the policy does not say its method"
     return ""
