@@ -12,13 +12,14 @@ from nextscale.kernels.attention import attend, reference, runs_on
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.keys import stores
 from nextscale.kernels.lens import BitHead, fused_lens, looks
+from nextscale.kernels.modulate import Norm
 from nextscale.kernels.norm import group_norm, join
-from nextscale.kv import LayerCache
+from nextscale.kv import LayerCache, taken
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.residual import resize_tokens
-from nextscale.methods.selection import keep_highest
+from nextscale.methods.selection import Selection, keep_highest
 from nextscale.models.infinity import InfinityState
-from nextscale.models.layers import SelfAttention, modulated_norm
+from nextscale.models.layers import SelfAttention
 
 gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 on_both = pytest.mark.parametrize("device", ["cpu", gpu])
@@ -68,12 +69,13 @@ def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool
     qkv = torch.randn(rows, tokens, 3, heads, width, device=device).to(dtype_of(device))
     angle = torch.randn(rows, tokens, width // 2, device=device)
     positions = torch.stack((angle.cos(), angle.sin()), -1) if rotary else None
-    count = torch.tensor([4, 9], device=device) if ragged else None
+    order = torch.stack([torch.randperm(tokens, device=device) for _ in range(rows)])
+    chosen = Selection(order, torch.tensor([4, 9], device=device)) if ragged else None
     cache = LayerCache(rows, heads, width, qkv.dtype, qkv.device)
     assert stores(attn, qkv, positions) == (device == "cuda")
     for _ in range(2):  # behind what is there
-        q = cache.store(attn, qkv, positions, count)
-    q0, k0, v0 = (t.double() for t in attn.split(qkv, positions))
+        q = cache.store(attn, qkv, positions, chosen)
+    q0, k0, v0 = (t.double() for t in attn.split(qkv, taken(positions, chosen)))
     assert off(q, q0) < 0.01
     assert cache.lengths.tolist() == ([8, 18] if ragged else [18, 18])
     for row, kept in enumerate([4, 9] if ragged else [9, 9]):
@@ -138,7 +140,7 @@ def test_the_entropy_of_the_lens(device: str, unit: str) -> None:
     head = nn.Linear(128, 2 * 5).to(device).requires_grad_(False)
     x = torch.randn(2, 45, 128, device=device) * 3 + 1
     scale, shift = torch.randn(2, 2, 1, 128, device=device)
-    logits = head(modulated_norm(x, scale, shift, 1e-6)).unflatten(-1, (5, 2))
+    logits = head(Norm(1e-6, scale, shift, plus_one=True)(x)).unflatten(-1, (5, 2))
     parts = BitHead.of(head, scale[:, 0], shift[:, 0], 1e-6)
     assert torch.allclose(parts.logits(x), logits[..., 1] - logits[..., 0], atol=1e-4)
     assert looks(x) == (device == "cuda")
@@ -149,7 +151,7 @@ def test_the_entropy_of_the_lens(device: str, unit: str) -> None:
 def test_the_head_of_bits_in_another_form(infinity) -> None:
     backbone = infinity.backbone
     x = torch.randn(4, 7, backbone.width) * 3 + 1
-    state = InfinityState(None, None, [], torch.randn(4, 1, 2, backbone.width), [], None, None)
+    state = InfinityState(None, None, [], torch.randn(4, 1, 2, backbone.width), [], [], None, None)
     with torch.no_grad():
         logits = backbone.head(state, x[:2])
         parts = backbone.bit_head(state, 2)

@@ -24,7 +24,6 @@ from nextscale.run import Rows
 from nextscale.runtime import make_executor
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.decoder import GPUDecoder, doubled
-from nextscale.runtime.eager import Eager
 from nextscale.runtime.graphs import Graphs
 from nextscale.schedule import Schedule
 from nextscale.tokenizers.autoencoder import Decoder, Upsample
@@ -85,9 +84,6 @@ class Again:
         old, new = self.made, self.run()
         for name in ("tokens", "logits", "raw", "hidden"):
             getattr(old.step, name).copy_(getattr(new.step, name))
-        for name, told in new.step.report.items():
-            old.step.report[name].copy_(told)
-        old.finite.copy_(new.finite)
         if new.chosen.index is not None:
             old.chosen.index.copy_(new.chosen.index)
             old.chosen.count.copy_(new.chosen.count)
@@ -100,8 +96,11 @@ class Pretended(Graphs):
     text_slots = 8  # the tests' prompts are short
 
     def __init__(self) -> None:
-        super().__init__("eager")
+        super().__init__()
         self.recorded = 0
+
+    def wait(self, program) -> None:
+        pass
 
     def record_state(self, work, program):
         def run():
@@ -188,7 +187,6 @@ def close(a, b) -> bool:
 def test_methods_keep_in_graphs_what_they_keep_without(any_pipe, name: str) -> None:
     method, other = CAPTURED[name], copy.copy(any_pipe)
     other.executor = graphs = Pretended()
-    graphs.through = Eager.through  # the code of blocks is not what is tested here
     for first in (0, 2, 4, 0):
         expected, found = (ask(pipe, 2, first=first, method=method) for pipe in (any_pipe, other))
         assert same_tokens(expected, found)
@@ -247,7 +245,6 @@ def test_pictures_that_rest(any_pipe, monkeypatch, like) -> None:
     monkeypatch.setattr("nextscale.runtime.graphs.SHARE", 0.01)
     other = copy.copy(any_pipe)
     other.executor = graphs = Pretended()
-    graphs.through = Eager.through
     for first in (0, 2, 0):
         assert same_tokens(*(ask(p, 2, first=first, method=Resting(like)) for p in (any_pipe, other)))
     assert graphs.recorded
@@ -326,8 +323,8 @@ def test_fixed_draws_are_those_of_the_call_at_work() -> None:
     probs = torch.rand(2, 5, 3)
     place = fixed.noise(probs, 2, (0, 1), "token", torch.Tensor.exponential_)
     assert torch.equal(fixed.categorical(probs, 2, (0, 1)), first.categorical(probs, 2, (0, 1)))
-    fixed.source = second
-    fixed.refill((0, 1))
+    fixed.begin(second)
+    fixed.refill(2, (0, 1))
     assert torch.equal(fixed.categorical(probs, 2, (0, 1)), second.categorical(probs, 2, (0, 1)))
     assert fixed.noise(probs, 2, (0, 1), "token", torch.Tensor.exponential_) is place
 

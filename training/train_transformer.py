@@ -23,8 +23,9 @@ from nextscale.attention import attention
 from nextscale.checkpoints.load import set_dtype
 from nextscale.models.base import through
 from nextscale.models.infinity import Given, Infinity, InfinityBlock, InfinityConfig
-from nextscale.models.layers import SelfAttention
+from nextscale.models.layers import SelfAttention, attention_biases
 from nextscale.models.registry import Defaults, ModelSpec
+from nextscale.models.stream import Stream
 from nextscale.pipeline import Pipeline
 from nextscale.schedule import Schedule
 from nextscale.text.words import Lexicon, WordEncoder, WordsConfig, WordTransformer
@@ -98,7 +99,7 @@ class Grouped:
         level = torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(spans[:MASKED])]).to(where)
         self.mask = (level[:, None] >= level)[None, None]
 
-    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
+    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Any = None) -> Tensor:
         q, k, v = attn.split(qkv, positions)
         n, scale = self.first, attn.softmax_scale
         parts = [attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], scale, self.mask)]
@@ -115,7 +116,10 @@ def run_block(
     positions: Tensor,
     memory: Grouped,
 ) -> Tensor:
-    return through(block, Infinity.parts, x, Given(modulation, *keys, text_mask), positions, memory)
+    bias = attention_biases([block.attn])[0]
+    stream = Stream(x)
+    through(block, Infinity.parts, stream, Given(modulation, bias, *keys, text_mask), positions, memory)
+    return stream.sum
 
 
 class Trainer:

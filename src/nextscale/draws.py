@@ -45,12 +45,16 @@ class PerImageDraws:
 
     def noise(self, like: Tensor, scale: int, images: Sequence[int], stream: str, fill: Fill) -> Tensor:
         noise = torch.empty(like.shape, dtype=torch.float32, device=self.generator.device)
+        self.write(noise, scale, images, stream, fill)
+        return noise.to(like.device)
+
+    def write(self, noise: Tensor, scale: int, images: Sequence[int], stream: str, fill: Fill) -> None:
+        """Numbers into a place on the generator's device."""
         for row, image in enumerate(images):
             key = f"{self.seeds[image]}/{scale}/{stream}".encode()
             # CPU generators read 32 bits of a seed, so the three numbers are hashed, not added.
             seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
             fill(noise[row], generator=self.generator.manual_seed(seed))
-        return noise.to(like.device)
 
     def _exponential(self, like: Tensor, scale: int, images: Sequence[int], stream: str) -> Tensor:
         return self.noise(like, scale, images, stream, Tensor.exponential_)
@@ -71,17 +75,28 @@ class FixedDraws(PerImageDraws):
 
     def __init__(self, source: PerImageDraws) -> None:
         self.source = source  # of the call at work
-        self.places: dict[tuple[int, str], tuple[Tensor, Fill]] = {}  # scale, stream
+        self.places: dict[int, dict[str, tuple[Tensor, Fill]]] = {}  # per scale, by their stream
+        self.full: set[int] = set()  # scales whose places hold the numbers of the call at work
+
+    def begin(self, source: PerImageDraws) -> None:
+        """Another call."""
+        self.source, self.full = source, set()
 
     def noise(self, like: Tensor, scale: int, images: Sequence[int], stream: str, fill: Fill) -> Tensor:
-        if (scale, stream) not in self.places:
-            self.places[scale, stream] = self.source.noise(like, scale, images, stream, fill), fill
-        return self.places[scale, stream][0]
+        places = self.places.setdefault(scale, {})
+        if stream not in places:
+            places[stream] = self.source.noise(like, scale, images, stream, fill), fill
+        return places[stream][0]
 
-    def refill(self, images: Sequence[int]) -> None:
-        """With the numbers of another call."""
-        for (scale, stream), (place, fill) in self.places.items():
-            place.copy_(self.source.noise(place, scale, images, stream, fill))
+    def refill(self, scale: int, images: Sequence[int]) -> None:
+        """What a scale will read, if that has not been done."""
+        if scale not in self.full:
+            self.full.add(scale)
+            for stream, (place, fill) in self.places.get(scale, {}).items():
+                if place.device == self.source.generator.device:
+                    self.source.write(place, scale, images, stream, fill)
+                else:
+                    place.copy_(self.source.noise(place, scale, images, stream, fill))
 
 
 class OfficialDraws:

@@ -14,14 +14,21 @@ from nextscale.kernels.keys import split_and_store, stores
 from nextscale.schedule import Schedule
 
 if TYPE_CHECKING:
+    from nextscale.methods.selection import Selection
     from nextscale.models.layers import SelfAttention
 
 
 class Memory(Protocol):
-    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
-        """Attention of new tokens [R, K, 3, H, D], of which the first `count` [R] are real, over all that is visible:
-        [R, H, K, D]."""
+    def see(
+        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
+    ) -> Tensor:
+        """Attention of new tokens [R, K, 3, H, D] over all that is visible: [R, H, K, D]. They are the `chosen` ones of
+        all tokens, which `positions` [1 or R, N, ...] belong to."""
         ...
+
+
+def taken(positions: Tensor | None, chosen: Selection | None) -> Tensor | None:
+    return positions if positions is None or chosen is None else chosen.of(positions)
 
 
 class LayerCache:
@@ -107,22 +114,26 @@ class LayerCache:
             return keys, values, None
         return keys, values, (torch.arange(used, device=keys.device) < length[:, None])[:, None, None]
 
-    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
-        return self.attend(self.store(attn, qkv, positions, count), attn.softmax_scale)
+    def see(
+        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
+    ) -> Tensor:
+        return self.attend(self.store(attn, qkv, positions, chosen), attn.softmax_scale)
 
-    def store(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
+    def store(
+        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
+    ) -> Tensor:
         """Keys and values of new tokens; their queries [R, H, K, D] are left."""
-        new = qkv.shape[1]
+        new, count = qkv.shape[1], None if chosen is None else chosen.count
         if self.active is None and stores(attn, qkv, positions):
             self.reserve(new)
             self._tell_rows_apart(count)
             start = self.used if self.length is None else self.length
-            q = split_and_store(attn, qkv, positions, self.k, self.v, start, count)
+            q = split_and_store(attn, qkv, positions, self.k, self.v, start, chosen)
             self.used += new
             if self.length is not None:
                 self.length += new if count is None else count
             return q
-        q, k, v = attn.split(qkv, positions)
+        q, k, v = attn.split(qkv, taken(positions, chosen))
         self.append(k, v, count)
         return q
 
@@ -140,9 +151,11 @@ class WatchedCache:
         self.cache, self.rows = cache, rows  # only the first rows are watched
         self.entropy: Tensor
 
-    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
+    def see(
+        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
+    ) -> Tensor:
         cache, scale = self.cache, attn.softmax_scale
-        q = cache.store(attn, qkv, positions, count)
+        q = cache.store(attn, qkv, positions, chosen)
         if cache.active is None and runs_on(q):
             length = cache.lengths if cache.length is None else cache.length
             seen, entropy = attend(q, cache.k, cache.v, scale, length.to(q.device), entropy=True)
@@ -163,7 +176,9 @@ class BlockCausal:
         ends = [context + s.start + s.tokens for s in schedule]
         self.spans = list(zip([0, *ends], ends, strict=False))
 
-    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, count: Tensor | None = None) -> Tensor:
+    def see(
+        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
+    ) -> Tensor:
         q, k, v = attn.split(qkv, positions)
         scale = attn.softmax_scale
         # One unmasked call per scale reads no key twice more than it must and needs no L x L mask.

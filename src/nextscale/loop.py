@@ -61,13 +61,14 @@ def generate(
     images: int,
     trace: Trace,
     forced: Sequence[Tensor] = (),
-    on_scale_end: Callback = lambda end: None,
+    on_scale_end: Callback | None = None,
     executor: Eager | None = None,
 ) -> Run:
     """Feature maps of `images` pictures, in the returned Run."""
     executor = executor or Eager()
     guided = sampling.guided_until > 0
-    work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced)
+    watched = on_scale_end is not None or type(policy).added is not Policy.added
+    work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced, watched)
     run = executor.open(work, backbone.read(condition, guided), images, guided)
     expected = policy.expected_tokens()
     run.reserve(backbone.context + expected if expected else 0)
@@ -81,6 +82,8 @@ def generate(
         policy.reported(step.stats, step.report)
         policy.added(run.features, step.stats)
         trace.ran(step.stats, state)
+        if on_scale_end is None:
+            continue
         decode = partial(tokenizer.decode, run.features)
         end = ScaleEnd(scale, rows.which, run.features, step.tokens, step.logits, step.raw, step.hidden, decode)
         answer = on_scale_end(end)
@@ -89,7 +92,7 @@ def generate(
         elif answer is False:
             run.stop(scale)
             break
-    executor.close(work)
+    executor.close(work, run)
     policy.release()
     trace.finished(policy, run.stopped_after)
     return run

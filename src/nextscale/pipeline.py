@@ -229,6 +229,8 @@ class Pipeline:
                     return None
                 return callback_on_scale_end(end.copied() if self.executor.overwrites else end)
 
+            nobody = callback_on_scale_end is None and self.progress_bar is False
+
             run = generate(
                 self.backbone,
                 self.tokenizer,
@@ -240,7 +242,7 @@ class Pipeline:
                 prompts.images,
                 trace,
                 forced,
-                after,
+                None if nobody else after,
                 self.executor,
             )
         run.release()

@@ -105,11 +105,12 @@ class Run:
     def store(self, rows: Rows, scale: Scale, features: Tensor, tokens: Tensor) -> None:
         """Put a scale's result back to its images."""
         which = list(rows.which)
-        if len(which) == len(self.features):
+        if len(which) == len(self.features):  # lists would be copied to the device, which the host waits for
             self.features = features
-        else:
-            self.features = self.features.clone()
-            self.features[which] = features
+            self.tokens[scale.index].copy_(tokens)
+            return
+        self.features = self.features.clone()
+        self.features[which] = features
         self.tokens[scale.index][which] = tokens.to(torch.int32)
 
     def replace_features(self, features: Tensor) -> None:
@@ -132,10 +133,10 @@ class Run:
                 self.stopped_after[image] = scale.index + 1
 
 
-def not_finite(raw: Tensor, scale: Scale, backbone: Backbone) -> NextscaleError:
-    """The logits of a scale are not; why?"""
+def not_finite(raw_is: bool, scale: Scale, backbone: Backbone) -> NextscaleError:
+    """The logits of a scale are not; why? `raw_is`: they were, before temperature and guidance."""
     cause = "guidance_scale or temperature is too extreme"
-    if not torch.isfinite(raw).all():
+    if not raw_is:
         cause = cause_of_nan(backbone, "prompt_embeds, the features")
     return NextscaleError(f"the logits of scale {scale.index + 1} are not finite: {cause}")
 

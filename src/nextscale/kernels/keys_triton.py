@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from nextscale.methods.selection import Selection
     from nextscale.models.layers import SelfAttention
 
 TOKENS, HEADS = 8, 4  # of one program
@@ -22,10 +23,11 @@ def split_and_store(
     keys: Tensor,
     values: Tensor,
     start: int | Tensor,
-    count: Tensor | None = None,
+    chosen: Selection | None = None,
 ) -> Tensor:
     """qkv [R, K, 3, H, D] -> queries [R, H, K, D]; keys and values go to the cache [R, H, S, D] from `start` on, which
-    rows may each have their own of, [R]. Tokens at or behind `count` [R] are padding and go nowhere."""
+    rows may each have their own of, [R]. The tokens are the `chosen` ones of those that `positions` belong to; padding
+    goes nowhere."""
     rows, tokens, _, heads, width = qkv.shape
     q = torch.empty(rows, tokens, heads, width, dtype=qkv.dtype, device=qkv.device)  # attention keeps this order
     grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(heads, HEADS), rows)
@@ -37,7 +39,8 @@ def split_and_store(
         attn.log_scale,
         qkv if positions is None else positions,
         start if isinstance(start, Tensor) else qkv,
-        qkv if count is None else count,
+        qkv if chosen is None else chosen.count,
+        qkv if chosen is None else chosen.index,
         tokens,
         heads,
         0 if isinstance(start, Tensor) else start,
@@ -46,7 +49,7 @@ def split_and_store(
         WIDTH=width,
         ROTARY=positions is not None,
         STARTS=isinstance(start, Tensor),
-        COUNTS=count is not None,
+        CHOSEN=chosen is not None,
         TOKENS=TOKENS,
         HEADS=HEADS,
         num_warps=4,
@@ -64,6 +67,7 @@ def _split_and_store(
     position_at,
     start_at,
     count_at,
+    index_at,
     tokens,
     heads,
     start,
@@ -74,7 +78,7 @@ def _split_and_store(
     WIDTH: tl.constexpr,
     ROTARY: tl.constexpr,
     STARTS: tl.constexpr,
-    COUNTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -82,16 +86,16 @@ def _split_and_store(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     real = token < tokens
     stored = real
-    if COUNTS:
+    cell = token
+    if CHOSEN:
         stored = token < tl.load(count_at + row)
+        cell = tl.load(index_at + row * tokens + token, mask=real, other=0)
     if STARTS:
         start = tl.load(start_at + row)
-    pair = tl.arange(0, WIDTH // 2)[None, :]
     channel = tl.arange(0, WIDTH)[None, :]
     if ROTARY:
-        place = position_at + row * position_row + (token * (WIDTH // 2) + pair) * 2
-        cos = tl.load(place, mask=real, other=0.0)
-        sin = tl.load(place + 1, mask=real, other=0.0)
+        turn = tl.load(position_at + row * position_row + cell * WIDTH + channel, mask=real, other=0.0)
+        cos, sin = tl.split(tl.reshape(turn, (TOKENS, WIDTH // 2, 2)))
     for h in tl.static_range(HEADS):
         head = tl.program_id(1) * HEADS + h
         here = real & (head < heads)
@@ -101,17 +105,14 @@ def _split_and_store(
         factor = tl.exp(tl.minimum(tl.load(log_scale_at + head, mask=head < heads, other=0.0), 4.605170185988092))
         to = (start + token) * cache_token + row * cache_row + head * cache_head
         for part in tl.static_range(2):
-            even = tl.load(at + part * heads * WIDTH + 2 * pair, mask=here, other=0.0).to(tl.float32)
-            odd = tl.load(at + part * heads * WIDTH + 2 * pair + 1, mask=here, other=0.0).to(tl.float32)
-            norm = tl.sqrt(tl.sum(even * even + odd * odd, 1))[:, None]
-            by = 1.0 / tl.maximum(norm, 1e-12)
+            both = tl.load(at + part * heads * WIDTH + channel, mask=here, other=0.0).to(tl.float32)
+            by = 1.0 / tl.maximum(tl.sqrt(tl.sum(both * both, 1))[:, None], 1e-12)
             if part == 0:
                 by *= factor
-            even *= by
-            odd *= by
+            both *= by
             if ROTARY:
-                even, odd = cos * even - sin * odd, sin * even + cos * odd
-            both = tl.interleave(even, odd)
+                even, odd = tl.split(tl.reshape(both, (TOKENS, WIDTH // 2, 2)))
+                both = tl.interleave(cos * even - sin * odd, sin * even + cos * odd)
             if part == 0:
                 out = q_at + ((row * tokens + token) * heads + head) * WIDTH + channel
                 tl.store(out, both.to(q_at.dtype.element_ty), mask=here)

@@ -119,6 +119,12 @@ class Policy:
         self.memory = TokenCaches()
         self.numbers: dict[str, Tensor] = {}
 
+    @property
+    def looks_away(self) -> bool:
+        """Whether it leaves every layer alone, so that nothing has to be shown to it inside a scale."""
+        kind = type(self)
+        return kind.select is Policy.select and kind.fill is Policy.fill
+
     def expected_tokens(self) -> int:
         """KV slots per row to reserve at once; 0 = grow with what is kept."""
         return self.context.schedule.tokens

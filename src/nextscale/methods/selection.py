@@ -22,6 +22,19 @@ class Selection:
         """[R, K], False at padding."""
         return torch.arange(self.index.shape[1], device=self.index.device) < self.count[:, None]
 
+    def of(self, x: Tensor) -> Tensor:
+        """The chosen tokens of x [R or 1, N, ...] -> [R, K, ...]."""
+        index = self.index.view(*self.index.shape, *(1,) * (x.ndim - 2))
+        source = x.expand(len(self.index), *x.shape[1:])
+        return source.gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+    def behind(self, context: int) -> Selection:
+        """All of the first `context` tokens, and behind them the chosen ones."""
+        if not context:
+            return self
+        first = torch.arange(context, device=self.index.device).expand(len(self.index), -1)
+        return Selection(torch.cat((first, self.index + context), dim=1), self.count + context)
+
     def mask(self, tokens: int) -> Tensor:
         """[R, tokens], True where a cell was chosen."""
         slots = self.index.where(self.real, tokens)
@@ -49,11 +62,7 @@ def keep_highest(score: Tensor, count: Tensor, capacity: int | None = None) -> S
 
 def gather(x: Tensor, chosen: Selection | None) -> Tensor:
     """The chosen tokens of x [R or 1, N, ...] -> [R, K, ...]."""
-    if chosen is None:
-        return x
-    index = chosen.index.view(*chosen.index.shape, *(1,) * (x.ndim - 2))
-    source = x.expand(len(chosen.index), *x.shape[1:])
-    return source.gather(1, index.expand(-1, -1, *x.shape[2:]))
+    return x if chosen is None else chosen.of(x)
 
 
 def scatter(x: Tensor, chosen: Selection, y: Tensor) -> Tensor:

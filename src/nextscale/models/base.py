@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from nextscale.kv import BlockCausal, Memory
+from nextscale.models.stream import Stream
 from nextscale.schedule import Scale, Schedule, Size
 
 if TYPE_CHECKING:
     from nextscale.draws import Draws
     from nextscale.kernels.lens import BitHead
+    from nextscale.methods.selection import Selection
     from nextscale.models.layers import SelfAttention
     from nextscale.run import Rows
     from nextscale.sampling import Drawn
@@ -69,35 +71,33 @@ class Block(nn.Module, ABC):
     attn: SelfAttention
 
     @abstractmethod
-    def ask(self, x: Tensor, given: Any) -> Tensor:
-        """Queries, keys and values [R, K, 3, H, D] of the tokens x [R, K, C], as `attn.split` reads them."""
+    def ask(self, stream: Stream, given: Any) -> Tensor:
+        """Queries, keys and values [R, K, 3, H, D] of the stream's tokens, as `attn.split` reads them."""
 
     @abstractmethod
-    def answer(self, seen: Tensor, given: Any) -> Tensor:
-        """What self-attention adds, after its gate, from what the queries have seen [R, H, K, D]."""
+    def answer(self, stream: Stream, seen: Tensor, given: Any) -> None:
+        """Add what self-attention makes of what the queries have seen [R, H, K, D]."""
 
     @abstractmethod
-    def part(self, name: str, x: Tensor, given: Any) -> Tensor:
-        """What another part adds, after its gate."""
+    def part(self, name: str, stream: Stream, given: Any) -> None:
+        """Add what another part makes of the stream."""
 
 
 def through(
     block: Block,
     parts: Sequence[str],
-    x: Tensor,
+    stream: Stream,
     given: Any,
     positions: Tensor | None,
     memory: Memory,
-    count: Tensor | None = None,
-) -> Tensor:
-    """Tokens x [R, K, C] through some parts of a layer; of each row the first `count` [R] are real."""
+    chosen: Selection | None = None,
+) -> None:
+    """Tokens through some parts of a layer; `chosen` says which they are, if not all."""
     for part in parts:
         if part == "self":
-            seen = memory.see(block.attn, block.ask(x, given), positions, count)
-            x = x + block.answer(seen, given)
+            block.answer(stream, memory.see(block.attn, block.ask(stream, given), positions, chosen), given)
         else:
-            x = x + block.part(part, x, given)
-    return x
+            block.part(part, stream, given)
 
 
 class Backbone(nn.Module, ABC):
@@ -207,6 +207,7 @@ class Backbone(nn.Module, ABC):
         positions = None if tables[0] is None else torch.cat([t for t in tables if t is not None], dim=1)
         context = x.shape[1] - schedule.tokens
         memory = BlockCausal(schedule, context)
+        stream = Stream(x)
         for layer, block in enumerate(self.blocks):
-            x = through(block, self.parts, x, self.given(state, layer), positions, memory)
-        return self.head(state, x[:, context:])
+            through(block, self.parts, stream, self.given(state, layer), positions, memory)
+        return self.head(state, stream.sum[:, context:])

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from nextscale.draws import Draws
 from nextscale.guidance import combine, ramp
-from nextscale.models.base import Backbone, Block, State, per_row
+from nextscale.kernels.modulate import Norm
+from nextscale.models.base import Backbone, Block, State, per_row, shared
 from nextscale.models.infinity import TextCondition
-from nextscale.models.layers import SelfAttention, head_logits, rotate_half
+from nextscale.models.layers import SelfAttention, attention_biases, head_logits, rotate_half
 from nextscale.models.residual_diffusion import ResidualDiffusion, SinusoidEmbedding
+from nextscale.models.stream import Stream
 from nextscale.sampling import Drawn
 from nextscale.schedule import Scale, Schedule, Size, only_square
 
@@ -55,6 +57,7 @@ class HARTState(State):
     context: Tensor = per_row()  # [R, T, C]
     places: Tensor = per_row()  # [R, T] of the text
     head_modulation: Tensor = per_row()  # [R, 1, 2, C]
+    biases: list[Tensor] = shared()  # per block, of queries, keys and values [3 C]
 
 
 class RMSNorm(nn.Module):
@@ -63,7 +66,11 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps) * self.weight
+        return self.norm(x)
+
+    @property
+    def norm(self) -> Norm:
+        return Norm(self.eps, self.weight, rms=True)
 
 
 class GatedMLP(nn.Module):
@@ -84,14 +91,15 @@ class HARTBlock(Block):
         self.attn = SelfAttention(config.width, config.heads, config.cosine_attention, rotate_half)
         self.mlp = GatedMLP(config.width, config.hidden)
 
-    def ask(self, x: Tensor, given: None) -> Tensor:
-        return self.attn.ask(self.norm(x).to(self.dtype))
+    def ask(self, stream: Stream, given: Tensor) -> Tensor:
+        """It is given the bias of its queries, keys and values."""
+        return self.attn.ask(stream.normed(self.norm.norm, self.dtype), given)
 
-    def answer(self, seen: Tensor, given: None) -> Tensor:
-        return self.attn.answer(seen).float()
+    def answer(self, stream: Stream, seen: Tensor, given: Tensor) -> None:
+        stream.add(self.attn.answer(seen))
 
-    def part(self, name: str, x: Tensor, given: None) -> Tensor:
-        return self.mlp(self.norm(x).to(self.dtype)).float()
+    def part(self, name: str, stream: Stream, given: Tensor) -> None:
+        stream.add(self.mlp(stream.normed(self.norm.norm, self.dtype)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -161,7 +169,7 @@ class HART(Backbone):
         context = self.context_embed(self.context_norm(text).to(self.dtype)).float()
         pooled = context.amax(1, keepdim=True)  # padding included, as the original does
         scale_shift = self.head_modulation(F.silu(pooled)).unflatten(-1, (2, -1))
-        return HARTState(None, context, places, scale_shift)
+        return HARTState(None, context, places, scale_shift, attention_biases([b.attn for b in self.blocks]))
 
     def level(self, index: int) -> Tensor:
         """The embedding of a scale, [1, C]; the text has that of the first."""
@@ -189,8 +197,8 @@ class HART(Backbone):
             angle = (place[..., None] * rates).repeat(1, 1, 1, 2).flatten(2)
         return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
-    def given(self, state: HARTState, layer: int) -> None:
-        return None
+    def given(self, state: HARTState, layer: int) -> Tensor:
+        return state.biases[layer]
 
     def head(self, state: HARTState, x: Tensor, codes: Tensor | None = None) -> Tensor:
         scale, shift = state.head_modulation[: len(x)].unbind(2)

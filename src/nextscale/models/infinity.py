@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from nextscale.attention import attention
 from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
+from nextscale.kernels.attention import attend, runs_on
+from nextscale.kernels.modulate import Norm
 from nextscale.models.base import per_row, shared
-from nextscale.models.layers import MLP, Modulation, SelfAttention
+from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
+from nextscale.models.stream import Stream
 from nextscale.schedule import Grid, Scale, Schedule, Size, infinity_schedule, infinity_schedule_for_size
 
 
@@ -62,9 +65,11 @@ class Given(NamedTuple):
     """What a block reads."""
 
     modulation: Tensor  # [R, 1, 6, C]
+    bias: Tensor  # of queries, keys and values, [3 C]
     keys: Tensor  # of the text, [R, H, T, D]
     values: Tensor
     mask: Tensor | None  # [R, 1, 1, T]
+    lengths: Tensor | None = None  # the same, as the number of keys that a row sees
 
 
 class TextAttention(nn.Module):
@@ -88,7 +93,9 @@ class TextAttention(nn.Module):
         k, v = kv.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return k, v
 
-    def forward(self, x: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
+    ) -> Tensor:
         """x [R, K, C] asks the text; None asks with the learned query and gives [R, 1, C]."""
         if x is None:
             q = self.query.to(k.dtype).expand(len(k), -1, -1).unsqueeze(2)
@@ -96,7 +103,11 @@ class TextAttention(nn.Module):
             q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         if self.rounded:
             q, k, v = (t.bfloat16().float() for t in (q, k, v))
-        out = attention(q, k, v, 1 / math.sqrt(q.shape[-1]), mask)
+        scale = 1 / math.sqrt(q.shape[-1])
+        if lengths is not None and runs_on(q):
+            out, _ = attend(q, k, v, scale, lengths)
+        else:
+            out = attention(q, k, v, scale, mask)
         if self.rounded:
             out = out.bfloat16().to(self.proj.weight.dtype)
         return self.proj(out.transpose(1, 2).flatten(2))
@@ -112,16 +123,13 @@ class InfinityBlock(ModulatedBlock):
         self.mlp = MLP(width, config.hidden)
         self.offset = nn.Parameter(torch.zeros(1, 1, 6, width))
 
-    def ask(self, x: Tensor, given: Given) -> Tensor:
-        return super().ask(x, given.modulation)
-
-    def answer(self, seen: Tensor, given: Given) -> Tensor:
-        return super().answer(seen, given.modulation)
-
-    def part(self, name: str, x: Tensor, given: Given) -> Tensor:
-        if name != "cross":
-            return super().part(name, x, given.modulation)
-        return self.cross(self.cross_norm(x).to(self.dtype), given.keys, given.values, given.mask).float()
+    def part(self, name: str, stream: Stream, given: Given) -> None:
+        if name == "cross":
+            norm = self.cross_norm
+            normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.dtype)
+            stream.add(self.cross(normed, given.keys, given.values, given.mask, given.lengths))
+        else:
+            super().part(name, stream, given)
 
 
 @functools.lru_cache(maxsize=4)  # copying it to a GPU takes longer than the first scales
@@ -224,6 +232,7 @@ class Infinity(ModulatedBackbone):
             condition=c,
             modulation=[b.offset + shared for b in self.blocks],
             head_modulation=self.head_modulation(c),
+            biases=attention_biases([b.attn for b in self.blocks]),
             text_keys=[b.cross.keys(memory) for b in self.blocks],
             text_mask=mask,
             rotary=rotary_table(self.head_dim, schedule, self.device)[None],
@@ -240,7 +249,8 @@ class Infinity(ModulatedBackbone):
         return state.rotary[:, scale.start : scale.start + scale.tokens]
 
     def given(self, state: InfinityState, layer: int) -> Given:
-        return Given(state.modulation[layer], *state.text_keys[layer], state.text_mask)
+        keys, values = state.text_keys[layer]
+        return Given(state.modulation[layer], state.biases[layer], keys, values, state.text_mask, state.text_lengths)
 
     def schedule(self, size: Size, stride: int) -> Schedule:
         if size.height is None and size.width is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,6 @@ from torch import Tensor, nn
 from nextscale.kernels.gelu import linear_gelu
 
 MAX_LOG_SCALE = math.log(100)
-
-
-def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """LayerNorm without weights, then the condition's own scale and shift, all in float32."""
-    return F.layer_norm(x, x.shape[-1:], eps=eps).mul(scale.add(1)).add(shift)
 
 
 def head_logits(head: nn.Linear, h: Tensor, codes: Tensor | None) -> Tensor:
@@ -79,9 +74,9 @@ class SelfAttention(nn.Module):
         self.pairs = rotate is rotate_pairs
         self.softmax_scale = 1.0 if cosine else 0.25 / math.sqrt(width // heads)
 
-    def ask(self, x: Tensor) -> Tensor:
-        """Queries, keys and values side by side, [R, K, 3, H, D] of x [R, K, C]."""
-        bias = torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
+    def ask(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Queries, keys and values side by side, [R, K, 3, H, D] of x [R, K, C]; `attention_biases` gives the bias."""
+        bias = attention_biases([self])[0] if bias is None else bias
         return F.linear(x, self.qkv.weight, bias).unflatten(-1, (3, self.heads, -1))
 
     def split(self, qkv: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,3 +92,9 @@ class SelfAttention(nn.Module):
     def answer(self, seen: Tensor) -> Tensor:
         """What was seen [R, H, K, D] -> [R, K, C]."""
         return self.proj(seen.transpose(1, 2).flatten(2))
+
+
+def attention_biases(attns: Sequence[SelfAttention]) -> list[Tensor]:
+    """Of queries, keys and values side by side, [3 C] for every layer: put together once for a whole run."""
+    nothing = torch.zeros_like(attns[0].q_bias)
+    return list(torch.cat([t for a in attns for t in (a.q_bias, nothing, a.v_bias)]).chunk(len(attns)))

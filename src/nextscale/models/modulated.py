@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nextscale.kernels.lens import BitHead
-from nextscale.models.base import Backbone, Block, State, per_row
-from nextscale.models.layers import MLP, head_logits, modulated_norm
+from nextscale.kernels.modulate import Norm
+from nextscale.models.base import Backbone, Block, State, per_row, shared
+from nextscale.models.layers import MLP, head_logits
+from nextscale.models.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,18 @@ class ModulatedState(State):
     condition: Tensor = per_row()  # [R, C]
     modulation: list[Tensor] = per_row()  # per block [R, 1, 6, C]: gamma 1 and 2, scale 1 and 2, shift 1 and 2
     head_modulation: Tensor = per_row()  # [R, 1, 2, C]
+    biases: list[Tensor] = shared()  # per block, of queries, keys and values
+
+
+class ModulatedGiven(NamedTuple):
+    """What a block reads."""
+
+    modulation: Tensor  # [R, 1, 6, C]
+    bias: Tensor  # [3 C]
 
 
 class ModulatedBlock(Block):
-    """Self-attention and MLP; it is given its modulation [R, 1, 6, C]."""
+    """Self-attention and MLP."""
 
     mlp: MLP
 
@@ -33,16 +43,16 @@ class ModulatedBlock(Block):
     def dtype(self) -> torch.dtype:
         return self.mlp.fc1.weight.dtype
 
-    def ask(self, x: Tensor, given: Any) -> Tensor:
-        _, _, scale, _, shift, _ = given.unbind(2)
-        return self.attn.ask(modulated_norm(x, scale, shift, self.eps).to(self.dtype))
+    def ask(self, stream: Stream, given: Any) -> Tensor:
+        _, _, scale, _, shift, _ = given.modulation.unbind(2)
+        return self.attn.ask(stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.dtype), given.bias)
 
-    def answer(self, seen: Tensor, given: Any) -> Tensor:
-        return self.attn.answer(seen).mul(given[:, :, 0])
+    def answer(self, stream: Stream, seen: Tensor, given: Any) -> None:
+        stream.add(self.attn.answer(seen), given.modulation[:, :, 0])
 
-    def part(self, name: str, x: Tensor, given: Any) -> Tensor:
-        _, gamma, _, scale, _, shift = given.unbind(2)
-        return self.mlp(modulated_norm(x, scale, shift, self.eps).to(self.dtype)).mul(gamma)
+    def part(self, name: str, stream: Stream, given: Any) -> None:
+        _, gamma, _, scale, _, shift = given.modulation.unbind(2)
+        stream.add(self.mlp(stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.dtype)), gamma)
 
 
 class ModulatedBackbone(Backbone):
@@ -54,11 +64,12 @@ class ModulatedBackbone(Backbone):
         return self.word_embed.weight.dtype
 
     def given(self, state: Any, layer: int) -> Any:
-        return state.modulation[layer]
+        return ModulatedGiven(state.modulation[layer], state.biases[layer])
 
     def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         scale, shift = state.head_modulation[: len(x)].unbind(2)
-        logits = head_logits(self.head_linear, modulated_norm(x, scale, shift, self.config.eps), codes)
+        normed = Stream(x).normed(Norm(self.config.eps, scale, shift, plus_one=True), x.dtype)
+        logits = head_logits(self.head_linear, normed, codes)
         return logits if codes is not None else logits.unflatten(-1, (*self.token_shape, self.token_values))
 
     def bit_head(self, state: Any, images: int) -> BitHead:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale.guidance import ramp
-from nextscale.models.layers import MLP, Modulation, SelfAttention
+from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
 from nextscale.schedule import Scale, Schedule, Size, only_square
 
@@ -81,7 +81,9 @@ class VAR(ModulatedBackbone):
         c = self.class_embed(inputs[0])
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         modulation = [b.modulation(c) if shared is None else b.offset + shared for b in self.blocks]
-        return ModulatedState(None, c, modulation, self.head_modulation(c))
+        return ModulatedState(
+            None, c, modulation, self.head_modulation(c), attention_biases([b.attn for b in self.blocks])
+        )
 
     def embed(self, state: ModulatedState, inputs: Tensor | None, scale: Scale) -> Tensor:
         position = self.level_embed.weight[scale.index] + self.position[:, scale.start : scale.start + scale.tokens]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,27 +11,38 @@ from torch import Tensor
 
 from nextscale.entropy import token_entropy
 from nextscale.kv import Memory
+from nextscale.methods.selection import Selection
 from nextscale.models.base import Backbone, Block
-from nextscale.runtime.decoder import GPUDecoder
+from nextscale.models.stream import Stream
+from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager
 from nextscale.tokenizers.base import ImageTokenizer
 
 
 def ask(block: Block, x: Tensor, given: Any) -> Tensor:
-    return block.ask(x, given)
+    return block.ask(Stream(x), given)
 
 
 def rest(block: Block, parts: Sequence[str], x: Tensor, seen: Tensor | None, given: Any) -> Tensor:
     """What self-attention saw, if it is among the parts, and the parts behind it."""
+    stream = Stream(x)
     if seen is not None:
-        x = x + block.answer(seen, given)
+        block.answer(stream, seen, given)
     for part in parts:
-        x = x + block.part(part, x, given)
-    return x
+        block.part(part, stream, given)
+    return stream.sum
 
 
 def head(backbone: Backbone, state: Any, x: Tensor) -> Tensor:
     return backbone.head(state, x)
+
+
+def compiled(function: Any, backend: str, **options: Any) -> Callable[..., Any]:
+    """torch counts how often it has compiled a code object, and gives up at eight: every executor has its own copy."""
+    copy = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    )
+    return torch.compile(copy, backend=backend, **options)
 
 
 class Compiled(Eager):
@@ -38,16 +50,14 @@ class Compiled(Eager):
 
     def __init__(self, backend: str = "inductor") -> None:
         # Blocks of one class share their code: torch treats their weights as inputs.
-        self.ask = torch.compile(ask, backend=backend, fullgraph=True)
-        self.rest = torch.compile(rest, backend=backend, fullgraph=True)
-        self._head = torch.compile(head, backend=backend)
-        self._entropy = torch.compile(token_entropy, backend=backend)
-        self.decoder: GPUDecoder | None = None
+        self.ask = compiled(ask, backend, fullgraph=True)
+        self.rest = compiled(rest, backend, fullgraph=True)
+        self._head = compiled(head, backend)
+        self._entropy = compiled(token_entropy, backend)
+        self.fast_decode = FastDecode()
 
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
-        if self.decoder is None:
-            self.decoder = GPUDecoder(tokenizer.decoder)
-        return tokenizer.decode(features, self.decoder)
+        return self.fast_decode(tokenizer, features)
 
     def head(self, backbone: Backbone, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         if codes is not None:
@@ -64,18 +74,20 @@ class Compiled(Eager):
         self,
         block: Block,
         parts: Sequence[str],
-        x: Tensor,
+        stream: Stream,
         given: Any,
         positions: Tensor | None,
         memory: Memory,
-        count: Tensor | None = None,
-    ) -> Tensor:
+        chosen: Selection | None = None,
+    ) -> None:
+        x = stream.sum
         _any_number(1, x)
-        if parts[0] != "self":
-            return self.rest(block, parts, x, None, given)
-        seen = memory.see(block.attn, self.ask(block, x, given), positions, count)
-        _any_number(2, seen)
-        return self.rest(block, parts[1:], x, seen, given)
+        seen = None
+        if parts[0] == "self":
+            seen = memory.see(block.attn, self.ask(block, x, given), positions, chosen)
+            _any_number(2, seen)
+            parts = parts[1:]
+        stream.x = self.rest(block, parts, x, seen, given)
 
 
 def _any_number(dim: int, tensor: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nextscale.kernels.norm import group_norm, join
 from nextscale.tokenizers.autoencoder import Decoder, Level, ResidualBlock
+from nextscale.tokenizers.base import ImageTokenizer
 
 # Of the 3 taps of a convolution over a doubled line, those that fall on one cell: row k is tap k of the 4 taps of a
 # transposed convolution of stride 2.
@@ -83,3 +84,15 @@ def _missing(block: ResidualBlock, late: Tensor | None) -> Tensor:
         total = total + short.bias.double()
         late = None if late is None else short.weight[:, :, 0, 0].double() @ late.double()
     return (total if late is None else total + late.double()).to(bias.dtype)
+
+
+class FastDecode:
+    """What an executor decodes with."""
+
+    def __init__(self) -> None:
+        self.decoder: GPUDecoder | None = None
+
+    def __call__(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
+        if self.decoder is None or self.decoder.decoder is not tokenizer.decoder:
+            self.decoder = GPUDecoder(tokenizer.decoder)
+        return tokenizer.decode(features, self.decoder)

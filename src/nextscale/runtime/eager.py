@@ -18,8 +18,9 @@ from nextscale.guidance import combine, combine_inside
 from nextscale.kernels.lens import fused_lens, looks
 from nextscale.kv import LayerCache, Memory, WatchedCache
 from nextscale.methods.base import Policy, ScalePlan, Stats
-from nextscale.methods.selection import Selection, gather
+from nextscale.methods.selection import Selection
 from nextscale.models.base import Backbone, through
+from nextscale.models.stream import Stream
 from nextscale.run import Rows, Run, not_finite
 from nextscale.sampling import Sampling, sample
 from nextscale.schedule import Scale, Schedule
@@ -37,6 +38,7 @@ class Work:
     policy: Policy
     draws: Draws
     forced: Sequence[Tensor] = ()  # tokens of the first scales that the user gives, [B, ...]
+    watched: bool = True  # somebody looks at the maps between two scales
 
     @property
     def guide_after(self) -> list[int]:
@@ -60,7 +62,7 @@ class Step:
 class Eager:
     name = "eager"
     slots: tuple[int, ...] = ()  # room for the tokens of each layer; () = as many as it keeps
-    overwrites = False  # whether the next call writes into the tensors of a Step
+    overwrites = False  # whether the next scale writes into the tensors of a Step
     text_slots = 1  # prompts are padded to a multiple of it
     through = staticmethod(through)
     token_entropy = staticmethod(token_entropy)
@@ -83,7 +85,7 @@ class Eager:
         state = work.backbone.prepare(inputs, work.schedule)
         return Run(work.backbone, state, work.tokenizer.blank(images, work.schedule), work.schedule, guided)
 
-    def close(self, work: Work) -> None:
+    def close(self, work: Work, run: Run) -> None:
         """All its scales have been run."""
 
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
@@ -146,6 +148,7 @@ class Eager:
         positions = backbone.positions(state, scale)
         # Context tokens stand in front of the first scale: they are always computed, and methods do not see them.
         stats.context = before = x.shape[1] - scale.tokens
+        stream = Stream(x)
         for layer, block in enumerate(backbone.blocks):
             given = backbone.given(state, layer)
             memory: Memory = kv[layer]
@@ -153,30 +156,28 @@ class Eager:
                 memory = WatchedCache(kv[layer], rows.images)
             taken: dict[str, Selection | None] = {}
             for group in plan.groups:
+                if policy.looks_away:  # nobody asks for the sum between two layers
+                    self.through(block, group, stream, given, positions, memory)
+                    taken.update(dict.fromkeys(group))
+                    continue
+                x = stream.sum
                 chosen = policy.select(layer, group, x[:, before:], stats)
-                count = None if chosen is None else chosen.count + before
-                places = None if positions is None else behind(positions, before, chosen)
+                through = None if chosen is None else chosen.behind(before)
+                stream = Stream(x, through)
                 with nullcontext() if chosen is None else fresh_shapes(x.device):
-                    y = self.through(block, group, behind(x, before, chosen), given, places, memory, count)
+                    self.through(block, group, stream, given, positions, memory, through)
                 taken.update(dict.fromkeys(group, chosen))
+                y = stream.sum
                 filled = policy.fill(layer, group, x[:, before:], chosen, y[:, before:], stats)
-                x = torch.cat((y[:, :before], filled), dim=1) if before else filled
+                stream = Stream(torch.cat((y[:, :before], filled), dim=1) if before else filled)
             if layer in work.guide_after:
-                x = combine_inside(x, rows.images, rows.guided, weight)
+                stream = Stream(combine_inside(stream.sum, rows.images, rows.guided, weight))
             stats.chosen.append(taken)
             if isinstance(memory, WatchedCache):
                 stats.attention_entropy.append(memory.entropy[:, before:])
-        return x[:, before:], stats
+        return stream.sum[:, before:], stats
 
     def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Backbone) -> None:
         """Bad numbers would otherwise end as noise, or as a failed assertion of the sampler."""
         if not torch.isfinite(logits).all():
-            raise not_finite(raw, scale, backbone)
-
-
-def behind(x: Tensor, before: int, chosen: Selection | None) -> Tensor:
-    """The context tokens and, behind them, the chosen ones."""
-    if chosen is None or not before:
-        return gather(x, chosen)
-    taken = gather(x[:, before:], chosen)
-    return torch.cat((x[:, :before].expand(len(taken), *x[:, :before].shape[1:]), taken), dim=1)
+            raise not_finite(bool(torch.isfinite(raw).all()), scale, backbone)

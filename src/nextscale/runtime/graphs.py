@@ -29,14 +29,16 @@ from nextscale.methods.base import Policy, ScalePlan, Stats
 from nextscale.methods.residual import Places, TokenCaches
 from nextscale.methods.selection import Selection
 from nextscale.run import Rows, Run, not_finite
-from nextscale.runtime.compiled import Compiled
-from nextscale.runtime.eager import Step, Work
+from nextscale.runtime.decoder import FastDecode
+from nextscale.runtime.eager import Eager, Step, Work
 from nextscale.schedule import Scale
+from nextscale.tokenizers.base import ImageTokenizer
 
 logger = logging.getLogger(__name__)
 
 STEPS = 32  # slots are multiples of this part of a scale
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
+SHORT = 4096  # numbers of a report
 WASTE = 1.3  # times the slots that are needed: rather than capturing anew, which runs the scale twice and more
 
 
@@ -46,11 +48,11 @@ Used = tuple[int, bool]  # slots of a layer's cache that the host knows to be us
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a scale leaves at fixed places. All of it holds the newest replay."""
+    """What a scale leaves behind. Graphs share memory: `step` and `chosen` hold until another one is replayed."""
 
     step: Step
-    finite: Tensor
     chosen: Chosen
+    told: Told
     memory: dict[Hashable, Any]  # of the policy
     kv: list[Used]
 
@@ -90,6 +92,29 @@ class Chosen:
         return [{p: None if n is None else made[n] for p, n in parts.items()} for parts in self.which]
 
 
+class Told:
+    """What a scale reports. Short parts end in memory that the host reads without asking the device once more."""
+
+    def __init__(self, report: dict[str, Tensor]) -> None:
+        self.long = {name: told for name, told in report.items() if told.numel() > SHORT}
+        self.shapes = {name: told.shape for name, told in report.items() if name not in self.long}
+        numbers = sum(shape.numel() for shape in self.shapes.values())
+        pinned = any(told.is_cuda for told in report.values())
+        self.host = torch.empty(numbers, dtype=torch.float64, pin_memory=pinned)
+
+    def write(self, report: dict[str, Tensor]) -> None:
+        self.long = {name: report[name] for name in self.long}
+        if self.shapes:
+            numbers = torch.cat([report[name].double().flatten() for name in self.shapes])
+            self.host.copy_(numbers, non_blocking=True)
+
+    def read(self) -> dict[str, Tensor]:
+        """After the device has written."""
+        parts = self.host.clone().split([shape.numel() for shape in self.shapes.values()])
+        short = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return short | {name: told.clone() for name, told in self.long.items()}
+
+
 class Program:
     """Everything of one shape of call, at fixed places."""
 
@@ -102,12 +127,15 @@ class Program:
         rows = len(run.kv[0].k)
         self.lengths = torch.zeros(len(self.kv), rows, dtype=torch.long, device=self.features.device)
         self.before = self.features.clone(), self.lengths.clone()
+        # The largest logit of each scale, after and before guidance: NaN or infinite if any is.
+        self.largest = torch.zeros(len(work.schedule), 2, device=self.features.device)
         self.draws = FixedDraws(work.draws)
         self.memory = TokenCaches(Places(work.schedule))
         self.numbers: dict[str, Tensor] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
         self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
         self.graphs: dict[Hashable, dict[tuple[int, ...], Captured]] = {}  # by their slots
+        self.decoding: tuple[Any, Tensor, Tensor] | None = None  # a graph, the maps it reads, the pictures it makes
 
     def load(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
         """Put what a call begins with to the fixed places, and let it work there."""
@@ -117,8 +145,7 @@ class Program:
                 place.copy_(given)
         graph, state = self.beginning
         graph.replay()
-        self.draws.source = work.draws
-        self.draws.refill(range(images))
+        self.draws.begin(work.draws)
         self.features.zero_()
         self.used = [0] * len(self.kv)
         self.memory.remember({})
@@ -160,18 +187,18 @@ class Program:
             now.copy_(place)
 
 
-class Graphs(Compiled):
+class Graphs(Eager):
     name = "graphs"
     overwrites = True
     text_slots = 64
 
-    def __init__(self, backend: str = "inductor") -> None:
-        super().__init__(backend)
+    def __init__(self) -> None:
+        self.fast_decode = FastDecode()
         self.key: Hashable = None
         self.program: Program | None = None  # of the newest shape of call; its cache is large, so there is but one
         self.reason = ""  # why this call is not captured
         self.apart = False  # pictures of this call have run different scales
-        self.unread: list[tuple[Scale, Captured]] = []
+        self.unread: list[Scale] = []  # captured scales of this call whose logits nobody has checked
         self.scales = self.again = 0  # reduced scales that were run, and those that needed more room
 
     def open(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
@@ -220,7 +247,10 @@ class Graphs(Compiled):
                 program.make_room(all_tokens, kv)
                 program.used = list(map(operator.add, program.used, all_tokens))
             return super().run_scale(work, scale, plan, rows, state, features, kv)
-        program.features.copy_(features)
+        if features is not program.features:
+            program.features.copy_(features)
+        everyone = range(len(features))
+        program.draws.refill(scale.index, everyone)
         work = dataclasses.replace(work, draws=program.draws)
         remembered = program.memory.entries()
         key = (scale.index, rows, plan.variant, plan.needs, tuple(used_of(kv)))
@@ -238,7 +268,12 @@ class Graphs(Compiled):
             if captured is None:
                 captured = graphs[self.slots] = self.capture(program, work, scale, plan, rows, state, kv)
             captured.graph.replay()
-            wanted = captured.made.step.report["wanted"].tolist() if need else []
+            program.draws.refill(scale.index + 1, everyone)  # while the device is at work
+            told = captured.made.told
+            if told.shapes:
+                self.wait(program)
+            report = told.read()
+            wanted = [int(n) for n in report["wanted"].tolist()] if need else []
             if all(map(operator.le, wanted, self.slots)):
                 break
             self.again += 1
@@ -249,14 +284,15 @@ class Graphs(Compiled):
         use(kv, made.kv)
         program.used = list(map(operator.add, program.used, room))
         program.memory.remember(made.memory)
-        self.unread.append((scale, captured))
-        return self.copied(made, scale, rows)
-
-    def copied(self, made: Recorded, scale: Scale, rows: Rows) -> Step:
-        """What has to outlive the next replay; the other results hold until the next call."""
+        self.unread.append(scale)
+        # What has to outlive the next scale.
         stats = Stats(scale, rows, made.step.stats.lens, made.chosen.copied(), context=made.step.stats.context)
-        report = {name: told.clone() for name, told in made.step.report.items()}
-        return dataclasses.replace(made.step, features=made.step.features.clone(), stats=stats, report=report)
+        maps = program.features.clone() if work.watched else program.features
+        return dataclasses.replace(made.step, features=maps, stats=stats, report=report)
+
+    def wait(self, program: Program) -> None:
+        """Until the device has written what it reports."""
+        torch.cuda.current_stream(program.features.device).synchronize()
 
     def capture(
         self,
@@ -270,19 +306,22 @@ class Graphs(Compiled):
     ) -> Captured:
         kv = [copy.copy(cache) for cache in kv]
         before, remembered = used_of(kv), program.memory.entries()
+        told: Told | None = None  # its memory has to be there before anything is captured
 
         def run() -> Recorded:
+            nonlocal told
             program.memory.remember(remembered)
             use(kv, before)
             step = super(Graphs, self).run_scale(work, scale, plan, rows, state, program.features, kv)
-            finite = torch.isfinite(step.logits).all()
-            return Recorded(step, finite, Chosen.of(step.stats.chosen), program.memory.entries(), used_of(kv))
+            largest = torch.stack([logits.abs().amax() for logits in (step.logits, step.raw)])
+            program.largest[scale.index].copy_(largest)
+            told = told or Told(step.report)
+            told.write(step.report)
+            return Recorded(step, Chosen.of(step.stats.chosen), told, program.memory.entries(), used_of(kv))
 
         graph, made = self.record(run, program)
         program.memory.remember(remembered)  # nothing has been run yet
-        return Captured(
-            graph, dataclasses.replace(made, step=dataclasses.replace(made.step, features=program.features))
-        )
+        return Captured(graph, made)
 
     def record(self, run: Callable[[], Recorded], program: Program) -> tuple[Any, Recorded]:
         """A graph whose replay is `run` with its maps put to their fixed place, and what `run` returns."""
@@ -303,10 +342,32 @@ class Graphs(Compiled):
         if self.reason or self.apart:
             super().require_finite(raw, logits, scale, backbone)
 
-    def close(self, work: Work) -> None:
-        if self.unread and not all(torch.stack([c.made.finite for _, c in self.unread]).tolist()):
-            scale, captured = next((s, c) for s, c in self.unread if not c.made.finite)
-            raise not_finite(captured.made.step.raw, scale, work.backbone)
+    def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
+        program = self.program
+        if program is None or features.shape != program.features.shape or not features.is_cuda:
+            return self.fast_decode(tokenizer, features)
+        if program.decoding is None:
+            place = features.clone()
+            pictures = self.fast_decode(tokenizer, place)  # measures, loads
+            graph = torch.cuda.CUDAGraph()
+            # All scales have been run, so the memory of their graphs can be used again.
+            with torch.inference_mode(), torch.cuda.graph(graph, pool=program.pool):
+                pictures = self.fast_decode(tokenizer, place)
+            program.decoding = graph, place, pictures
+        graph, place, pictures = program.decoding
+        place.copy_(features)
+        graph.replay()
+        return pictures.clone()
+
+    def close(self, work: Work, run: Run) -> None:
+        if not self.unread or self.program is None:
+            return
+        run.features = run.features.clone()  # else the next call would write into them
+        largest = self.program.largest.tolist()
+        for scale in self.unread:
+            guided, raw = largest[scale.index]
+            if not math.isfinite(guided):
+                raise not_finite(math.isfinite(raw), scale, work.backbone)
 
 
 def enough_room(need: tuple[int, ...], have: Iterable[tuple[int, ...]], tokens: int) -> tuple[int, ...]:

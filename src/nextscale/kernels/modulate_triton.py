@@ -1,0 +1,137 @@
+"""A program takes one token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nextscale.kernels.modulate import Norm
+
+
+def fused_sum_and_norm(
+    x: Tensor, index: Tensor | None, delta: Tensor | None, gate: Tensor | None, norm: Norm, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The stream x [R, N, C], of which the cells `index` [R, K] are taken, with gate * delta [R, K, C] added; and its
+    norm in `dtype`."""
+    rows, cells, channels = x.shape
+    tokens = cells if index is None else index.shape[1]
+    out = x
+    if index is not None or delta is not None:
+        out = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
+    normed = torch.empty(rows, tokens, channels, dtype=dtype, device=x.device)
+    _launch(x, index, delta, gate, out, norm, normed)
+    return out, normed
+
+
+def fused_sum(x: Tensor, delta: Tensor, gate: Tensor | None) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch(x, None, delta, gate, out, None, out)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    index: Tensor | None,
+    delta: Tensor | None,
+    gate: Tensor | None,
+    out: Tensor,
+    norm: Norm | None,
+    normed: Tensor,
+) -> None:
+    rows, tokens, channels = normed.shape
+    factor, term = (norm.factor, norm.term) if norm is not None else (None, None)
+    _sum_and_norm[(tokens, rows)](
+        x,
+        x if index is None else index,
+        x if delta is None else delta.contiguous(),
+        x if gate is None else gate,
+        x if factor is None else factor,
+        x if term is None else term,
+        out,
+        normed,
+        tokens,
+        x.stride(0),
+        x.stride(1),
+        _per_row(gate),
+        _per_row(factor),
+        _per_row(term),
+        0.0 if norm is None else norm.eps,
+        CHANNELS=channels,
+        BLOCK=triton.next_power_of_2(channels),
+        INDEX=index is not None,
+        DELTA=delta is not None,
+        GATE=gate is not None,
+        SUM=out is not x,
+        NORM=norm is not None,
+        FACTOR=factor is not None,
+        TERM=term is not None,
+        PLUS_ONE=norm is not None and norm.plus_one,
+        RMS=norm is not None and norm.rms,
+        num_warps=4 if channels <= 2048 else 8,
+    )
+
+
+def _per_row(vector: Tensor | None) -> int:
+    """Numbers from one row's vector to the next; 0 if all rows share one."""
+    return 0 if vector is None or vector.ndim == 1 or len(vector) == 1 else vector.stride(0)
+
+
+@triton.jit
+def _sum_and_norm(
+    x_at,
+    index_at,
+    delta_at,
+    gate_at,
+    factor_at,
+    term_at,
+    out_at,
+    normed_at,
+    tokens,
+    x_row,
+    x_token,
+    gate_row,
+    factor_row,
+    term_row,
+    eps,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INDEX: tl.constexpr,
+    DELTA: tl.constexpr,
+    GATE: tl.constexpr,
+    SUM: tl.constexpr,
+    NORM: tl.constexpr,
+    FACTOR: tl.constexpr,
+    TERM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    RMS: tl.constexpr,
+):
+    row, token = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    channel = tl.arange(0, BLOCK)
+    real = channel < CHANNELS
+    to = (row * tokens + token) * CHANNELS + channel
+    cell = token
+    if INDEX:
+        cell = tl.load(index_at + row * tokens + token)
+    x = tl.load(x_at + row * x_row + cell * x_token + channel, mask=real, other=0.0)
+    if DELTA:
+        delta = tl.load(delta_at + to, mask=real, other=0.0).to(tl.float32)
+        if GATE:
+            delta *= tl.load(gate_at + row * gate_row + channel, mask=real, other=0.0)
+        x += delta
+    if SUM:
+        tl.store(out_at + to, x, mask=real)
+    if NORM:
+        if not RMS:
+            x = tl.where(real, x - tl.sum(x, 0) / CHANNELS, 0.0)
+        y = x * tl.rsqrt(tl.sum(x * x, 0) / CHANNELS + eps)
+        if FACTOR:
+            factor = tl.load(factor_at + row * factor_row + channel, mask=real, other=0.0)
+            y *= factor + 1.0 if PLUS_ONE else factor
+        if TERM:
+            y += tl.load(term_at + row * term_row + channel, mask=real, other=0.0)
+        tl.store(normed_at + to, y.to(normed_at.dtype.element_ty), mask=real)
