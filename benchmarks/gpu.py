@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from memory import random_pipeline
 from nextscale.estimate import GIB
+from nextscale.kernels.linkage import MOST, Linkage
 from nextscale.methods import NOVA
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Context, Policy
-from nextscale.methods.nova import MOST, NOVAPolicy
+from nextscale.methods.nova import NOVAPolicy
 from nextscale.pipeline import Pipeline
 from nextscale.runtime import make_executor
 from nextscale.schedule import Scale
@@ -61,8 +61,8 @@ class StatedPolicy(NOVAPolicy):
         m = self.method
         return 0.0 if t <= m.star else min(1 / (1 + math.exp(-(t - (m.star + 1)) / m.tau)), MOST)
 
-    def _layer_ratio(self, layer: int, ratio: Tensor, mean: Tensor) -> Tensor:
-        return (ratio * (1 + self.method.spread * (1 if layer % 2 else -1))).clamp(0, MOST)
+    def _rule(self, layer: int) -> Linkage:
+        return self.linkage._replace(given=self.method.spread * (-1 if layer % 2 else 1))
 
 
 def read_ratios(text: str) -> NOVA | None:

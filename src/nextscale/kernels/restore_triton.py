@@ -32,9 +32,10 @@ def fused_restore(
     rows, cells, channels = x.shape
     (h, w), (height, width) = grids
     x, cached, y = x.contiguous(), cached.contiguous(), y.contiguous()
-    slot = torch.full((rows, cells), -1, dtype=torch.int32, device=x.device)
-    slots = chosen.index.shape[1]
-    _slots[(triton.cdiv(slots, 256), rows)](chosen.index, chosen.count, slot, slots, cells, BLOCK=256, num_warps=4)
+    slots, slot = chosen.index.shape[1], chosen.slot
+    if slot is None:
+        slot = torch.full((rows, cells), -1, dtype=torch.int32, device=x.device)
+        _slots[(triton.cdiv(slots, 256), rows)](chosen.index, chosen.count, slot, slots, cells, BLOCK=256, num_warps=4)
     out = torch.empty_like(x)
     _restore[(cells, rows)](
         x,

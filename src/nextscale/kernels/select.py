@@ -5,11 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 try:
-    from nextscale.kernels.select_triton import MOST, fused_select
+    from nextscale.kernels.select_triton import MOST, fused_link_and_select, fused_select
 except ImportError:  # a CPU build of torch comes without Triton
-    MOST, fused_select = 0, None  # type: ignore[assignment]
+    MOST, fused_select, fused_link_and_select = 0, None, None  # type: ignore[assignment]
 
 
 def selects(score: Tensor) -> bool:
     """Whether the kernel takes these scores [R, N]."""
     return fused_select is not None and score.is_cuda and score.shape[1] <= MOST
+
+
+__all__ = ["fused_link_and_select", "fused_select", "selects"]

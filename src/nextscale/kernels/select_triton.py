@@ -1,55 +1,184 @@
-"""A program per row. The lowest score that stays is found bit by bit, then running sums give every cell its slot."""
+"""A program per row. The lowest score that stays is found two bits at a time, then running sums give every cell its
+slot."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from nextscale.kernels.linkage import Linkage
+
 MOST = 16384  # cells that a program can hold
 
 
-def fused_select(score: Tensor, count: Tensor, slots: int) -> Tensor:
-    """Cells [R, slots] of highest score [R, N] in raster order, of equal ones the earlier; padding is the last cell."""
+def fused_select(score: Tensor, count: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cells [R, slots] of highest score [R, N] in raster order, of equal ones the earlier; padding is the last cell.
+    How many they are [R], and the slot of every cell [R, N], -1 where it does not stay."""
+    index, kept, slot = _places(score, slots, 1)
     rows, cells = score.shape
-    index = torch.empty(rows, slots, dtype=torch.long, device=score.device)
-    block = triton.next_power_of_2(cells)
-    _select[(rows,)](
+    score = score.float().contiguous()
+    _select[(rows,)](score, count, index, kept, slot, cells, slots, **_blocks(cells, slots))
+    return index, kept, slot
+
+
+def fused_link_and_select(
+    entropy: Tensor, score: Tensor, ratio: Tensor, notes: Tensor, layer: int, rule: Linkage, slots: int, copies: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the count found first, as `Linkage.keep` does; `copies` times, one below the other."""
+    images, cells = entropy.shape
+    index, kept, slot = _places(score, slots, copies)
+    _link_and_select[(images,)](
+        entropy.contiguous(),
         score.float().contiguous(),
-        count,
+        ratio,
+        notes,
         index,
+        kept,
+        slot,
         cells,
         slots,
-        BLOCK=block,
-        SLOTS=triton.next_power_of_2(slots),
-        num_warps=min(max(block // 512, 1), 16),
+        images,
+        layer,
+        rule.first,
+        *_two(rule.lowest),
+        *_two(rule.given or 0.0),
+        LINKED=rule.linked,
+        GIVEN=rule.given is not None,
+        EMPTY=rule.empty,
+        COPIES=copies,
+        LAYERS=triton.next_power_of_2(len(notes)),
+        **_blocks(cells, slots),
     )
-    return index
+    return index, kept, slot
+
+
+def _places(score: Tensor, slots: int, copies: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows, cells = score.shape
+    index = torch.empty(rows * copies, slots, dtype=torch.long, device=score.device)
+    kept = torch.empty(rows * copies, dtype=torch.long, device=score.device)
+    slot = torch.empty(rows * copies, cells, dtype=torch.int32, device=score.device)
+    return index, kept, slot
+
+
+def _two(number: float) -> tuple[float, float]:
+    """Triton takes numbers in float32: two of them have the digits of one in float64."""
+    first = torch.tensor(number, dtype=torch.float32).item()
+    return first, number - first
+
+
+def _blocks(cells: int, slots: int) -> dict[str, int]:
+    block = triton.next_power_of_2(cells)
+    return {"BLOCK": block, "SLOTS": triton.next_power_of_2(slots), "num_warps": min(max(block // 256, 1), 16)}
 
 
 @triton.jit
-def _select(score_at, count_at, index_at, cells, slots, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _keep(score, real, count, index_at, kept_at, slot_at, row, rows, cells, slots, BLOCK, SLOTS, COPIES: tl.constexpr):
+    """The `count` cells of highest score."""
     cell = tl.arange(0, BLOCK)
-    real = cell < cells
-    score = tl.load(score_at + row * cells + cell, mask=real, other=0.0) + 0.0  # there is but one zero
-    bits = score.to(tl.int32, bitcast=True)
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # there is but one zero
     # As whole numbers from 0 on, in the order of the scores; what is no cell is below all of them.
     number = tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
     number = tl.where(real, number, 0)
-    count = tl.minimum(tl.load(count_at + row).to(tl.int32), slots)
     lowest = tl.zeros((), tl.uint32)
-    for n in tl.static_range(32):
-        higher = lowest | (tl.full((), 1, tl.uint32) << (31 - n))
-        enough = tl.sum((number >= higher).to(tl.int32), 0) >= count
-        lowest = tl.where(enough, higher, lowest)
+    for n in tl.static_range(16):
+        one = tl.full((), 1, tl.uint32) << (30 - 2 * n)
+        # How many are at least lowest + 1, + 2, + 3 of these two bits: three numbers in one sum.
+        first = (number >= lowest + one).to(tl.int64)
+        second = (number >= lowest + 2 * one).to(tl.int64)
+        third = (number >= lowest + 3 * one).to(tl.int64)
+        many = tl.sum(first + (second << 20) + (third << 40), 0)
+        up = ((many & 0xFFFFF) >= count).to(tl.uint32)
+        up += (((many >> 20) & 0xFFFFF) >= count).to(tl.uint32)
+        up += ((many >> 40) >= count).to(tl.uint32)
+        lowest += up * one
     above = (number > lowest) & real
     equal = (number == lowest) & real
     left = count - tl.sum(above.to(tl.int32), 0)
     chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(index_at + row * slots + place, cell.to(tl.int64), mask=chosen & (place < slots))
     slot = tl.arange(0, SLOTS)
     padding = (slot >= count) & (slot < slots)
-    tl.store(index_at + row * slots + slot, tl.full((SLOTS,), 0, tl.int64) + cells - 1, mask=padding)
+    for copy in tl.static_range(COPIES):
+        to = (row + copy * rows).to(tl.int64)
+        tl.store(index_at + to * slots + place, cell.to(tl.int64), mask=chosen & (place < slots))
+        tl.store(index_at + to * slots + slot, tl.full((SLOTS,), 0, tl.int64) + cells - 1, mask=padding)
+        tl.store(slot_at + to * cells + cell, tl.where(chosen, place, -1), mask=real)
+        tl.store(kept_at + to, count.to(tl.int64))
+
+
+@triton.jit
+def _select(
+    score_at, count_at, index_at, kept_at, slot_at, cells, slots, BLOCK: tl.constexpr, SLOTS: tl.constexpr
+):
+    row = tl.program_id(0)
+    cell = tl.arange(0, BLOCK)
+    real = cell < cells
+    score = tl.load(score_at + row.to(tl.int64) * cells + cell, mask=real, other=0.0)
+    count = tl.minimum(tl.load(count_at + row).to(tl.int32), slots)
+    _keep(score, real, count, index_at, kept_at, slot_at, row, 0, cells, slots, BLOCK, SLOTS, 1)
+
+
+@triton.jit
+def _link_and_select(
+    entropy_at,
+    score_at,
+    ratio_at,
+    notes_at,
+    index_at,
+    kept_at,
+    slot_at,
+    cells,
+    slots,
+    images,
+    layer,
+    first,
+    lowest,
+    lowest_rest,
+    given,
+    given_rest,
+    LINKED: tl.constexpr,
+    GIVEN: tl.constexpr,
+    EMPTY: tl.constexpr,
+    COPIES: tl.constexpr,
+    LAYERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    image = tl.program_id(0)
+    cell = tl.arange(0, BLOCK)
+    real = cell < cells
+    at = image.to(tl.int64) * cells + cell
+    entropy = tl.load(entropy_at + at, mask=real, other=0.0)
+    mean = tl.sum(entropy.to(tl.float64), 0) / cells
+    asked = tl.load(ratio_at + image)
+    deviation = tl.zeros((), tl.float64)
+    if GIVEN:
+        deviation += given
+        deviation += given_rest
+    elif LINKED:
+        other = tl.arange(0, LAYERS)
+        seen = (other >= first) & (other < layer)
+        before = tl.sum(tl.load(notes_at + other * 4 * images + image, mask=seen, other=0.0), 0)
+        if (layer > first) & (before != 0.0):
+            usual = before / (layer - first)
+            deviation = (mean - usual) / usual
+    one = tl.full((), 1.0, tl.float64)
+    ratio = tl.maximum(asked * (one - deviation), lowest * one + lowest_rest)
+    ratio = tl.minimum(ratio, one - 1.1102230246251565e-16)  # the largest number below 1
+    ratio = tl.where(asked > 0, ratio, asked)
+    wanted = cells - tl.floor(ratio * cells).to(tl.int32)
+    if not EMPTY:
+        wanted = tl.maximum(wanted, 1)
+    note = notes_at + layer * 4 * images + image
+    tl.store(note, mean)
+    tl.store(note + images, ratio)
+    tl.store(note + 2 * images, deviation)
+    tl.store(note + 3 * images, wanted.to(tl.float64))
+    score = tl.load(score_at + at, mask=real, other=0.0)
+    count = tl.minimum(wanted, slots)
+    _keep(score, real, count, index_at, kept_at, slot_at, image, images, cells, slots, BLOCK, SLOTS, COPIES)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
+from nextscale.kernels.linkage import DEVIATION, KEPT, MEAN, MOST, RATIO, Linkage
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
 from nextscale.methods.cached import CachedPolicy
@@ -20,7 +21,6 @@ from nextscale.run import Rows
 from nextscale.schedule import Scale
 
 LENS_CODES = 256  # of a large codebook, `lens_topk` looks at the codes that were likeliest one scale before
-MOST = math.nextafter(1.0, 0.0)  # ratios lie in [0, 1)
 USUAL, MARGIN = 0.25, 0.05  # of a layer's deviation: what to expect of the first reduced scale, and room for surprises
 
 
@@ -95,7 +95,14 @@ class NOVAPolicy(CachedPolicy):
         # much each layer changed a cell ("moved"), for the metrics of these names.
         self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []  # numbers the host has not read yet
         self.ratio: dict[int, list[float]] = {}  # per scale, per image
-        self.noted: dict[int, tuple[tuple[int, ...], Tensor, Tensor]] = {}  # per scale, for the trace
+        self.noted: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # per scale, for the trace
+        self.notes: Tensor | None = None  # of the layers of a reduced scale, [layers, 4, B]: see `Linkage`
+        self.linkage = Linkage(
+            method.layer_linkage,
+            method.probe_from_layer - 1,
+            min(1 - method.max_layer_keep, MOST),
+            method.allow_empty,
+        )
         # By which share of the ratio each layer kept more, at the newest reduced scale.
         self.deviation = [[USUAL] * context.depth for _ in range(context.images)]
         self.probe = method.probe
@@ -138,12 +145,15 @@ class NOVAPolicy(CachedPolicy):
         return tuple(room(layer) for layer in range(self.context.depth))
 
     def _read_entropies(self) -> None:
-        for scale, images, numbers in self.pending:
-            entropy, *deviation = numbers.tolist()
-            for place, image in enumerate(images):
-                self.growth[image].add(scale.index + 1, entropy[place])
-                if deviation and not math.isnan(deviation[0][place]):
-                    self.deviation[image] = [layer[place] for layer in deviation]
+        for scale, images, entropies in self.pending:
+            t = scale.index + 1
+            for image, entropy in zip(images, entropies.tolist(), strict=True):
+                self.growth[image].add(t, entropy)
+            if t in self.noted:
+                deviations = self.noted[t][1][:, DEVIATION].T.tolist()
+                for image, deviation in zip(images, deviations, strict=True):
+                    if self.ratio[t][image]:
+                        self.deviation[image] = deviation
         self.pending.clear()
 
     def _ratio(self, growth: Growth, t: int) -> float:
@@ -160,13 +170,13 @@ class NOVAPolicy(CachedPolicy):
     # Inside a scale, on the device
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
-        t, rows, n = stats.scale.index + 1, stats.rows, stats.scale.tokens
+        t, rows = stats.scale.index + 1, stats.rows
         ratios = [self.ratio[t][image] for image in rows.which]
         if not layer:
-            self.layer_sum: Tensor | None = None
             self.chosen: Selection | None = None  # the newest of this scale
-            # Mean entropy, ratio and tokens kept of each layer, [B].
-            self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
+            self.notes = None
+            if any(ratios):
+                self.notes = torch.empty(self.context.depth, 4, rows.images, dtype=torch.float64, device=x.device)
         if self.probe == "previous" and self.method.layer_linkage and self.records(stats.scale) and not all(ratios):
             # A complete scale is the only chance to learn the layers' entropies of an image.
             images = Rows(rows.which, ())
@@ -175,20 +185,27 @@ class NOVAPolicy(CachedPolicy):
             if known is not None:
                 mean = torch.where(self.of_rows(rows, self.scale_ratio)[:, None, None] > 0, known, mean)
             self.memory["mean", layer].store(images, (1, 1), mean)
-        if not any(ratios):
+        if self.notes is None:
             return None
         if self.once and self.chosen is not None:
-            self.layers.append(self.layers[0])
+            self.notes[layer] = self.notes[0]
             return self.chosen
         entropy, mean = self._layer_entropy(layer, x, stats)
-        ratio = self._layer_ratio(layer, self.of_rows(rows, self.scale_ratio), mean)
-        kept = n - (ratio * n).floor().long()
-        kept = kept if self.method.allow_empty else kept.clamp_min(1)
-        self.layers.append((mean, ratio, kept))
-        slots = stats.slots[layer] if stats.slots else None
-        chosen = keep_highest(self._score(layer, entropy, stats), kept, slots)
-        self.chosen = Selection(rows.spread(chosen.index), rows.spread(chosen.count))
-        return self.chosen
+        score, ratio = self._score(layer, entropy, stats), self.of_rows(rows, self.scale_ratio)
+        rule, slots = self._rule(layer), stats.slots[layer] if stats.slots else None
+        copies = 2 if rows.unconditional == rows.which else 1
+        if mean is None:
+            chosen = rule.keep(entropy, score, ratio, self.notes, layer, slots, copies)
+        else:
+            rule.note(mean, ratio, self.notes, layer, stats.scale.tokens)
+            chosen = keep_highest(score, self.notes[layer, KEPT].long(), slots).repeated(copies)
+        if copies == 1 and rows.unconditional:
+            chosen = Selection(rows.spread(chosen.index), rows.spread(chosen.count))
+        self.chosen = chosen
+        return chosen
+
+    def _rule(self, layer: int) -> Linkage:
+        return self.linkage
 
     def _lens(self, layer: int, x: Tensor, stats: Stats) -> Tensor:
         """Entropy [B, N] of the prediction that the model's own head would make here."""
@@ -199,8 +216,8 @@ class NOVAPolicy(CachedPolicy):
             codes = found[:, 0]
         return stats.lens_entropy(x, self.method.entropy_of == "guided", codes, self.method.unit)
 
-    def _layer_entropy(self, layer: int, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor]:
-        """Of every token [B, N], and the layer's mean [B]."""
+    def _layer_entropy(self, layer: int, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
+        """Of every token [B, N], and the layer's mean [B] if it is not theirs."""
         if self.probe == "previous" or layer + 1 < self.method.probe_from_layer:
             images = Rows(stats.rows.which, ())
             entropy = self.memory["final"].read(images, stats.scale.grid, self.method.restore_mode)
@@ -208,22 +225,7 @@ class NOVAPolicy(CachedPolicy):
             means = self.memory["mean", layer].read(images, (1, 1), "nearest")
             mean = entropy.double().mean((1, 2)) if means is None else means[:, 0, 0]
             return entropy[..., 0], mean
-        entropy = self._lens(layer, x, stats)
-        return entropy, entropy.double().mean(1)
-
-    def _layer_ratio(self, layer: int, ratio: Tensor, mean: Tensor) -> Tensor:
-        """Eq. 12 and 13: a layer that is less certain than those before it keeps more."""
-        m, first = self.method, self.method.probe_from_layer - 1
-        result = ratio
-        if m.layer_linkage:
-            if self.layer_sum is not None:
-                mu = self.layer_sum / (layer - first)
-                result = ratio * (1 - torch.where(mu == 0, 0, (mean - mu) / mu))
-            if layer >= first:
-                self.layer_sum = mean if self.layer_sum is None else self.layer_sum + mean
-        result = result.clamp(0, MOST)
-        lowest = min(1 - m.max_layer_keep, MOST)
-        return torch.where(ratio > 0, result.clamp_min(lowest), ratio)
+        return self._lens(layer, x, stats), None
 
     def _score(self, layer: int, entropy: Tensor, stats: Stats) -> Tensor:
         """What the kept tokens have most of, [B, N]."""
@@ -273,18 +275,14 @@ class NOVAPolicy(CachedPolicy):
         store_chosen(cache, images, stats.scale.grid, own, entropy[..., None], self.restore_mode)
 
     def report(self, stats: Stats) -> dict[str, Tensor]:
-        if not self.layers:
-            return {"numbers": self.entropy[None]}
-        means, ratios, kept = (torch.stack(found) for found in zip(*self.layers, strict=True))  # [layers, B]
-        asked = self.of_rows(stats.rows, self.scale_ratio)
-        deviation = torch.where(asked > 0, 1 - ratios / asked, torch.nan)
-        told = {"numbers": torch.cat((self.entropy[None], deviation)), "means": means, "ratios": ratios}
-        return {**told, "wanted": kept.amax(1)}
+        if self.notes is None:
+            return {"entropy": self.entropy}
+        return {"entropy": self.entropy, "layers": self.notes, "wanted": self.notes[:, KEPT].amax(1)}
 
     def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
-        self.pending.append((stats.scale, stats.rows.which, report["numbers"]))
-        if "means" in report:
-            self.noted[stats.scale.index + 1] = (stats.rows.which, report["means"], report["ratios"])
+        self.pending.append((stats.scale, stats.rows.which, report["entropy"]))
+        if "layers" in report:
+            self.noted[stats.scale.index + 1] = (stats.rows.which, report["layers"])
 
     # For the trace
 
@@ -301,9 +299,8 @@ class NOVAPolicy(CachedPolicy):
         layer_entropy: tuple[float, ...] = ()
         layer_ratio: tuple[float, ...] = ()
         if t in self.noted and image in self.noted[t][0]:
-            images, means, ratios = self.noted[t]
-            place = images.index(image)
-            layer_entropy, layer_ratio = tuple(means[:, place].tolist()), tuple(ratios[:, place].tolist())
+            images, notes = self.noted[t]
+            layer_entropy, layer_ratio = (tuple(notes[:, n, images.index(image)].tolist()) for n in (MEAN, RATIO))
         return Decision(
             entropy=g.entropy.get(t),
             growth=g.growth(t),

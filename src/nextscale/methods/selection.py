@@ -16,6 +16,14 @@ class Selection:
 
     index: Tensor  # [R, K] cells in raster order
     count: Tensor  # [R]
+    slot: Tensor | None = None  # the slot of every cell [R, N], -1 where it was not chosen, if anybody knows
+
+    def repeated(self, copies: int) -> Selection:
+        """The same for as many rows again, and again."""
+        if copies == 1:
+            return self
+        slot = None if self.slot is None else self.slot.repeat(copies, 1)
+        return Selection(self.index.repeat(copies, 1), self.count.repeat(copies), slot)
 
     @property
     def real(self) -> Tensor:
@@ -52,7 +60,7 @@ def keep_highest(score: Tensor, count: Tensor, capacity: int | None = None) -> S
     n = score.shape[1]
     slots = int(count.max()) if capacity is None else capacity
     if selects(score):
-        return Selection(fused_select(score, count, slots), count.clamp_max(slots))
+        return Selection(*fused_select(score, count, slots))
     # A stable sort, not topk: which of two equal scores stays must not depend on the batch or the device.
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :slots]
     padding = torch.arange(slots, device=score.device) >= count[:, None]

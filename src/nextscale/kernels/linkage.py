@@ -1,0 +1,53 @@
+"""NOVA's layer linkage, and the selection that follows from it: one pass over the entropies of a layer."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nextscale.kernels.select import fused_link_and_select, selects
+from nextscale.methods.selection import Selection, keep_highest
+
+MOST = math.nextafter(1.0, 0.0)  # ratios lie in [0, 1)
+MEAN, RATIO, DEVIATION, KEPT = range(4)  # what is noted of a layer
+
+
+class Linkage(NamedTuple):
+    """How the ratio of a scale becomes that of a layer."""
+
+    linked: bool  # False: every layer has the scale's ratio
+    first: int = 0  # layers before it are not counted
+    lowest: float = 0.0  # of a ratio
+    empty: bool = False  # a layer may keep no token
+    given: float | None = None  # a deviation to be used instead of the one that was found
+
+    def keep(
+        self, entropy: Tensor, score: Tensor, ratio: Tensor, notes: Tensor, layer: int, slots: int | None, copies: int
+    ) -> Selection:
+        """The cells of highest score [B, N] that a layer of this entropy [B, N] keeps, `copies` times.
+
+        `ratio` [B] is the scale's; `notes` [layers, 4, B] hold what was found in the layers before.
+        """
+        if slots is not None and selects(score):
+            found = fused_link_and_select(entropy, score, ratio, notes, layer, self, slots, copies)
+            return Selection(*found)
+        self.note(entropy.double().mean(1), ratio, notes, layer, entropy.shape[1])
+        kept = notes[layer, KEPT].long()
+        return keep_highest(score, kept, slots).repeated(copies)
+
+    def note(self, mean: Tensor, ratio: Tensor, notes: Tensor, layer: int, tokens: int) -> None:
+        """Eq. 12 and 13: a layer that is less certain than those before it keeps more. All numbers are [B]."""
+        deviation = torch.zeros_like(mean)
+        if self.given is not None:
+            deviation = torch.full_like(mean, self.given)
+        elif self.linked and layer > self.first:
+            usual = notes[self.first : layer, MEAN].mean(0)
+            deviation = torch.where(usual == 0, 0, (mean - usual) / usual)
+        result = (ratio * (1 - deviation)).clamp_min(self.lowest).clamp_max(MOST)
+        result = torch.where(ratio > 0, result, ratio)
+        kept = tokens - (result * tokens).floor()
+        kept = kept if self.empty else kept.clamp_min(1)
+        notes[layer] = torch.stack((mean, result, deviation, kept))
