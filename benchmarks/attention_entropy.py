@@ -2,7 +2,8 @@
 
     python benchmarks/attention_entropy.py [--model infinity-8b] [--tune]
 
-Two rows, bfloat16, random queries and keys; milliseconds of one layer, medians by CUDA events after a warm-up.
+Two rows, bfloat16, random queries and keys; milliseconds of one layer, medians by CUDA events after a warm-up, inside a
+CUDA graph as `runtime="graphs"` has it.
   naive     scores in float32, a chunk of queries at a time, beside the fastest attention
   identity  sum_j a_j s_j = q . sum_j a_j k_j: a second flash attention whose values are the keys
   fused     our kernel with entropy;  plain: the same kernel without
@@ -35,10 +36,11 @@ def identity(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
 
 
 def milliseconds(function, repeats: int = 20) -> float:
-    from triton.testing import do_bench
+    from triton.testing import do_bench_cudagraph
 
     try:
-        return do_bench(function, warmup=5, rep=repeats, return_mode="median")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return do_bench_cudagraph(function, rep=repeats, return_mode="median")
     except RuntimeError:  # torch has no such kernel for this shape
         return float("inf")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -12,14 +14,17 @@ from nextscale.kernels.attention import attend, reference, runs_on
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.keys import stores
 from nextscale.kernels.lens import BitHead, fused_lens, looks
-from nextscale.kernels.modulate import Norm
+from nextscale.kernels.linkage import MOST, Linkage
+from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.norm import group_norm, join
+from nextscale.kernels.rows import Parts, linear_for_sum
 from nextscale.kv import LayerCache, taken
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.residual import resize_tokens
 from nextscale.methods.selection import Selection, keep_highest
 from nextscale.models.infinity import InfinityState
 from nextscale.models.layers import SelfAttention
+from nextscale.models.stream import Stream
 
 gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 on_both = pytest.mark.parametrize("device", ["cpu", gpu])
@@ -84,6 +89,88 @@ def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool
     seen = cache.attend(q, 1.0)
     assert seen.shape == (rows, heads, tokens, width)
     assert torch.isfinite(seen).all()
+
+
+NORMS = {
+    "modulated": lambda m: Norm(1e-6, m[:, :, 2], m[:, :, 3], plus_one=True),
+    "layer norm": lambda m: Norm(1e-6, m[0, 0, 2], m[0, 0, 3]),
+    "rms": lambda m: Norm(1e-6, m[0, 0, 2], rms=True),
+    "bare": lambda m: Norm(1e-6),
+}
+
+
+@on_both
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("gated", [False, True])
+@torch.no_grad()
+def test_a_stream_is_summed_by_the_norm_that_reads_it(device: str, norm, gated: bool) -> None:
+    torch.manual_seed(0)
+    rows, cells, channels = 2, 7, 48
+    x = torch.randn(rows, cells + 2, channels, device=device)[:, 2:]
+    modulation = torch.randn(rows, 1, 6, channels, device=device)
+    norm, gate = norm(modulation), modulation[:, :, 0] if gated else None
+    some = Selection(torch.tensor([[6, 0, 3], [1, 2, 5]], device=device), torch.tensor([3, 2], device=device))
+    assert fuses(x) == (device == "cuda")
+    for chosen in (None, some):
+        stream, expected = Stream(x, chosen), x.double() if chosen is None else chosen.of(x).double()
+        by = 1.0 if gate is None else gate.double()
+        for _ in range(2):
+            delta = torch.randn(expected.shape, device=device).to(dtype_of(device))
+            stream.add(delta, gate)
+            expected = expected + delta.double() * by
+        normed = stream.normed(norm, dtype_of(device))
+        assert off(normed, norm(expected.float())) < (0.01 if device == "cuda" else 1e-5)
+        parts = Parts(torch.randn(4, *expected.shape, device=device), torch.randn(channels, device=device))
+        stream.add(parts, gate)
+        expected = expected + parts.total().double() * by
+        assert off(stream.normed(norm, torch.float32), norm(expected.float())) < 1e-5
+        assert off(stream.sum, expected) < 1e-5
+        stream.add(parts, gate)
+        assert off(stream.sum, expected + parts.total().double() * by) < 1e-5
+
+
+@on_both
+@pytest.mark.parametrize("rows", [(1, 1), (2, 1), (2, 17), (2, 64), (2, 65)])
+@torch.no_grad()
+def test_a_linear_layer_for_few_rows(device: str, rows) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(*rows, 1024, device=device).to(dtype_of(device))
+    weight, bias = (torch.randn(*shape, device=device).to(x.dtype) for shape in ((128, 1024), (128,)))
+    found = linear_for_sum(x, weight, bias)
+    assert isinstance(found, Parts) == (device == "cuda" and rows != (2, 65))
+    total = found.total() if isinstance(found, Parts) else found
+    assert off(total, F.linear(x.double(), weight.double(), bias.double())) < 0.01
+
+
+RULES = [Linkage(True), Linkage(True, 1, 0.3), Linkage(False), Linkage(True, given=0.15), Linkage(True, given=-0.9)]
+
+
+@on_both
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("empty", [False, True])
+def test_linkage(device: str, rule: Linkage, empty: bool) -> None:
+    """The kernel against the formula, image by image."""
+    torch.manual_seed(0)
+    rule, tokens, ratio = rule._replace(empty=empty), 60, [0.6, 0.0, 0.99]
+    notes = torch.full((5, 4, 3), torch.nan, dtype=torch.float64, device=device)
+    before: list[list[float]] = [[], [], []]
+    for layer in range(5):
+        entropy = torch.rand(3, tokens, device=device) * (1 + layer % 3)
+        asked = torch.tensor(ratio, dtype=torch.float64, device=device)
+        chosen = rule.keep(entropy, entropy, asked, notes, layer, tokens, 2)
+        for image in range(3):
+            mean = entropy[image].double().mean().item()
+            usual = sum(before[image][rule.first :]) / max(layer - rule.first, 1)
+            deviation = (mean - usual) / usual if rule.linked and layer > rule.first else 0.0
+            deviation = deviation if rule.given is None else rule.given
+            share = min(max(ratio[image] * (1 - deviation), rule.lowest), MOST) if ratio[image] else 0.0
+            kept = max(tokens - math.floor(share * tokens), 0 if empty else 1)
+            assert notes[layer, :, image].tolist() == pytest.approx([mean, share, deviation, kept], abs=1e-9)
+            highest = sorted(entropy[image].topk(kept).indices.tolist())
+            for row in (image, image + 3):
+                assert chosen.count[row] == kept
+                assert chosen.index[row, :kept].tolist() == highest
+            before[image].append(mean)
 
 
 @on_both

@@ -197,8 +197,8 @@ def test_methods_keep_in_graphs_what_they_keep_without(any_pipe, name: str) -> N
 
 
 def test_a_scale_that_needs_more_room_is_run_again(infinity, monkeypatch) -> None:
-    monkeypatch.setattr("nextscale.methods.nova.USUAL", -2.0)
-    monkeypatch.setattr("nextscale.methods.nova.MARGIN", -1.0)
+    for name in ("FIRST", "CHANGE", "ONCE", "LEAST"):
+        monkeypatch.setattr(f"nextscale.methods.room.{name}", -2.0)
     method, other = NOVA(t_est=2, alpha=10, tau=2.0), copy.copy(infinity)
     other.executor = graphs = Pretended()
     for first in (0, 2, 4):

@@ -26,7 +26,7 @@ def fused(
     rows, heads, queries, width = q.shape
     out = torch.empty(rows, queries, heads, width, dtype=q.dtype, device=q.device)  # as the projection behind reads it
     spread = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device) if entropy else None
-    tuned = tuned or blocks(queries)
+    tuned = tuned or blocks(queries, k.shape[2])
     grid = (triton.cdiv(queries, tuned["BLOCK_Q"]), rows * heads)
     _attention[grid](
         q,
@@ -50,14 +50,18 @@ def fused(
     return out.transpose(1, 2), None if spread is None else spread.mean(1)
 
 
-def blocks(queries: int) -> dict[str, int]:
+def blocks(queries: int, keys: int) -> dict[str, int]:
     """Block sizes by what was fastest on an H200 (benchmarks/attention_entropy.py)."""
-    if queries <= 64:
+    if keys <= 128:  # a text: there is nothing to load ahead
+        return {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 1}
+    if queries <= 16:
+        return {"BLOCK_Q": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+    if queries <= 2048:
         return {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
     return {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys"])
 def _attention(
     q_at,
     k_at,
@@ -96,7 +100,7 @@ def _attention(
     other = tl.arange(0, BLOCK_K)
     k_place = k_at + row * k_row + head * k_head + other[None, :] * k_token + channel[:, None]
     v_place = v_at + row * v_row + head * v_head + other[:, None] * v_token + channel[None, :]
-    top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    top = tl.full((BLOCK_Q,), -1e30, tl.float32)  # below every score, and times 0 it is 0
     total = tl.zeros((BLOCK_Q,), tl.float32)
     weighted = tl.zeros((BLOCK_Q,), tl.float32)
     seen = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
@@ -109,8 +113,7 @@ def _attention(
         p = tl.exp2(below)
         fade = tl.exp2(top - higher)
         if ENTROPY:
-            moved = tl.where(total > 0, total * (top - higher), 0.0)
-            weighted = (weighted + moved) * fade + tl.sum(p * below, 1)
+            weighted = (weighted + total * (top - higher)) * fade + tl.sum(p * below, 1)
         total = total * fade + tl.sum(p, 1)
         v = tl.load(v_place)
         seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
@@ -126,8 +129,8 @@ def _attention(
         p = tl.exp2(below)
         fade = tl.exp2(top - higher)
         if ENTROPY:
-            moved = tl.where(total > 0, total * (top - higher), 0.0)
-            weighted = (weighted + moved) * fade + tl.sum(tl.where(visible[None, :], p * below, 0.0), 1)
+            here = tl.sum(tl.where(visible[None, :], p * below, 0.0), 1)
+            weighted = (weighted + total * (top - higher)) * fade + here
         total = total * fade + tl.sum(p, 1)
         v = tl.load(v_place, mask=visible[:, None], other=0.0)
         seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])

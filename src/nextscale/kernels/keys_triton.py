@@ -57,7 +57,7 @@ def split_and_store(
     return q.transpose(1, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "start"])
 def _split_and_store(
     qkv_at,
     q_at,

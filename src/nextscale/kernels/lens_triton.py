@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 TOKENS, STEP = 32, 64  # tokens and channels that a program holds at once
-PROGRAMS = 264  # that keep a large GPU busy
+PROGRAMS = 528  # that keep a large GPU busy
+FEW = 8  # tokens of a program that puts the parts together
 
 
 def fused_lens(x: Tensor, head: BitHead, unit: str) -> Tensor:
@@ -27,13 +28,23 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> Tensor:
     while parts * groups < PROGRAMS and channels % (2 * parts * STEP) == 0:
         parts *= 2
     block = max(triton.next_power_of_2(bits), 16)
-    sums = torch.empty(parts, images, tokens, bits + 2, dtype=torch.float32, device=x.device)
+    sums = torch.empty(parts, images, tokens, block + 16, dtype=torch.float32, device=x.device)
     entropy = torch.empty(images, tokens, dtype=torch.float32, device=x.device)
-    sizes = {"BITS": bits, "BLOCK_BITS": block, "TOKENS": TOKENS}
+    sizes = {"BITS": bits, "BLOCK_BITS": block}
     _sums[(groups, parts, images)](
-        x, head.factor, sums, tokens, channels, channels // parts, *x.stride()[:2], **sizes, STEP=STEP, num_warps=4
+        x,
+        head.factor,
+        sums,
+        tokens,
+        channels,
+        channels // parts,
+        *x.stride()[:2],
+        **sizes,
+        TOKENS=TOKENS,
+        STEP=STEP,
+        num_warps=4,
     )
-    _entropy[(groups, images)](
+    _entropy[(triton.cdiv(tokens, FEW), images)](
         sums,
         head.total,
         head.term,
@@ -43,14 +54,15 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> Tensor:
         channels,
         head.eps,
         1 / bits if unit == "bit" else 1.0,
+        parts,
         **sizes,
-        PARTS=parts,
-        num_warps=4,
+        TOKENS=FEW,
+        num_warps=2,
     )
     return entropy
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _sums(
     x_at,
     factor_at,
@@ -86,13 +98,13 @@ def _sums(
         squares += tl.sum(x * x, 1)
         x_place += STEP
         factor_place += STEP * BITS
-    to = sums_at + ((part * tl.num_programs(2) + image) * tokens + token) * (BITS + 2)
-    tl.store(to[:, None] + bit[None, :], products, mask=real[:, None] & known[None, :])
-    tl.store(to + BITS, sums, mask=real)
-    tl.store(to + BITS + 1, squares, mask=real)
+    to = sums_at + ((part * tl.num_programs(2) + image) * tokens + token) * (BLOCK_BITS + 16)
+    tl.store(to[:, None] + bit[None, :], products, mask=real[:, None])
+    tl.store(to + BLOCK_BITS, sums, mask=real)
+    tl.store(to + BLOCK_BITS + 1, squares, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "images", "parts"])
 def _entropy(
     sums_at,
     total_at,
@@ -103,10 +115,10 @@ def _entropy(
     channels,
     eps,
     by,
+    parts,
     BITS: tl.constexpr,
     BLOCK_BITS: tl.constexpr,
     TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     image = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -116,11 +128,11 @@ def _entropy(
     products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
     sums = tl.zeros((TOKENS,), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
-    for part in tl.static_range(PARTS):
-        at = sums_at + ((part * images + image) * tokens + token) * (BITS + 2)
-        products += tl.load(at[:, None] + bit[None, :], mask=real[:, None] & known[None, :], other=0.0)
-        sums += tl.load(at + BITS, mask=real, other=0.0)
-        squares += tl.load(at + BITS + 1, mask=real, other=0.0)
+    for part in tl.range(0, parts):
+        at = sums_at + ((part * images + image) * tokens + token) * (BLOCK_BITS + 16)
+        products += tl.load(at[:, None] + bit[None, :], mask=real[:, None], other=0.0)
+        sums += tl.load(at + BLOCK_BITS, mask=real, other=0.0)
+        squares += tl.load(at + BLOCK_BITS + 1, mask=real, other=0.0)
     mean = sums / channels
     deviation = tl.sqrt(tl.maximum(squares / channels - mean * mean, 0.0) + eps)
     total = tl.load(total_at + image * BITS + bit, mask=known, other=0.0)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nextscale.kernels.rows import Parts
+
 try:
     from nextscale.kernels.modulate_triton import fused_sum, fused_sum_and_norm
 except ImportError:  # a CPU build of torch comes without Triton
@@ -46,8 +48,9 @@ def fuses(x: Tensor) -> bool:
     return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def add_to(x: Tensor, delta: Tensor, gate: Tensor | None) -> Tensor:
+def add_to(x: Tensor, delta: Tensor | Parts, gate: Tensor | None) -> Tensor:
     """x + gate * delta, in float32."""
     if fuses(x):
         return fused_sum(x, delta, gate)
+    delta = delta.total() if isinstance(delta, Parts) else delta
     return x + (delta.float() if gate is None else delta * gate)

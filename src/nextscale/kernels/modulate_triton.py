@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.rows import Parts
+
 if TYPE_CHECKING:
     from nextscale.kernels.modulate import Norm
 
 
 def fused_sum_and_norm(
-    x: Tensor, index: Tensor | None, delta: Tensor | None, gate: Tensor | None, norm: Norm, dtype: torch.dtype
+    x: Tensor, index: Tensor | None, delta: Tensor | Parts | None, gate: Tensor | None, norm: Norm, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The stream x [R, N, C], of which the cells `index` [R, K] are taken, with gate * delta [R, K, C] added; and its
     norm in `dtype`."""
@@ -28,7 +30,7 @@ def fused_sum_and_norm(
     return out, normed
 
 
-def fused_sum(x: Tensor, delta: Tensor, gate: Tensor | None) -> Tensor:
+def fused_sum(x: Tensor, delta: Tensor | Parts, gate: Tensor | None) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(x, None, delta, gate, out, None, out)
     return out
@@ -37,7 +39,7 @@ def fused_sum(x: Tensor, delta: Tensor, gate: Tensor | None) -> Tensor:
 def _launch(
     x: Tensor,
     index: Tensor | None,
-    delta: Tensor | None,
+    delta: Tensor | Parts | None,
     gate: Tensor | None,
     out: Tensor,
     norm: Norm | None,
@@ -45,10 +47,13 @@ def _launch(
 ) -> None:
     rows, tokens, channels = normed.shape
     factor, term = (norm.factor, norm.term) if norm is not None else (None, None)
+    sums, bias = delta if isinstance(delta, Parts) else (delta, None)
+    parts = len(delta.sums) if isinstance(delta, Parts) else int(delta is not None)
     _sum_and_norm[(tokens, rows)](
         x,
         x if index is None else index,
-        x if delta is None else delta.contiguous(),
+        x if sums is None else sums.contiguous(),
+        x if bias is None else bias,
         x if gate is None else gate,
         x if factor is None else factor,
         x if term is None else term,
@@ -64,7 +69,8 @@ def _launch(
         CHANNELS=channels,
         BLOCK=triton.next_power_of_2(channels),
         INDEX=index is not None,
-        DELTA=delta is not None,
+        PARTS=parts,
+        BIAS=bias is not None,
         GATE=gate is not None,
         SUM=out is not x,
         NORM=norm is not None,
@@ -81,11 +87,12 @@ def _per_row(vector: Tensor | None) -> int:
     return 0 if vector is None or vector.ndim == 1 or len(vector) == 1 else vector.stride(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _sum_and_norm(
     x_at,
     index_at,
     delta_at,
+    bias_at,
     gate_at,
     factor_at,
     term_at,
@@ -101,7 +108,8 @@ def _sum_and_norm(
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     INDEX: tl.constexpr,
-    DELTA: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
     GATE: tl.constexpr,
     SUM: tl.constexpr,
     NORM: tl.constexpr,
@@ -118,8 +126,12 @@ def _sum_and_norm(
     if INDEX:
         cell = tl.load(index_at + row * tokens + token)
     x = tl.load(x_at + row * x_row + cell * x_token + channel, mask=real, other=0.0)
-    if DELTA:
+    if PARTS:
         delta = tl.load(delta_at + to, mask=real, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            delta += tl.load(delta_at + part * tl.num_programs(1) * tokens * CHANNELS + to, mask=real, other=0.0)
+        if BIAS:
+            delta += tl.load(bias_at + channel, mask=real, other=0.0).to(tl.float32)
         if GATE:
             delta *= tl.load(gate_at + row * gate_row + channel, mask=real, other=0.0)
         x += delta

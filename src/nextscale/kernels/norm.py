@@ -15,10 +15,12 @@ except ImportError:  # a CPU build of torch comes without Triton
     fused_norm = fused_join = None  # type: ignore[assignment]
 
 
-def group_norm(x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool = True) -> Tensor:
-    """Of x + offset, [B, C, H, W]."""
+def group_norm(
+    x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool = True, inplace: bool = False
+) -> Tensor:
+    """Of x + offset, [B, C, H, W]; `inplace`: nobody needs x any more."""
     if runs_on(x):
-        return fused_norm(x, offset, norm, silu)
+        return fused_norm(x, offset, norm, silu, inplace)
     y = norm(x if offset is None else x + offset[:, None, None])
     return F.silu(y) if silu else y
 

@@ -11,7 +11,7 @@ TILE = 4096  # numbers that a program holds at once
 PARTS = 512  # programs that share the pixels of a picture
 
 
-def fused_norm(x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool) -> Tensor:
+def fused_norm(x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool, inplace: bool = False) -> Tensor:
     batch, channels, height, width = x.shape
     pixels, groups, rows = height * width, norm.num_groups, TILE // channels
     parts = min(PARTS, triton.cdiv(pixels, rows))
@@ -26,7 +26,7 @@ def fused_norm(x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool)
     _affine[(groups, batch)](
         sums, added, norm.weight, norm.bias, affine, parts, count, norm.eps, PARTS=block, **sizes, num_warps=4
     )
-    out = torch.empty_like(x)
+    out = x if inplace else torch.empty_like(x)
     grid = (triton.cdiv(pixels, rows), batch)
     _apply[grid](x, affine, out, pixels, CHANNELS=channels, ROWS=rows, SILU=silu, num_warps=8)
     return out

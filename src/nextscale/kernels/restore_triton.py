@@ -60,7 +60,7 @@ def fused_restore(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "cells"])
 def _slots(index_at, count_at, slot_at, slots, cells, BLOCK: tl.constexpr):
     """The slot of every chosen cell."""
     row = tl.program_id(1).to(tl.int64)
@@ -70,7 +70,7 @@ def _slots(index_at, count_at, slot_at, slots, cells, BLOCK: tl.constexpr):
     tl.store(slot_at + row * cells + cell, slot, mask=real & (slot < slots))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cells", "h", "w", "width", "slots"])
 def _restore(
     x_at,
     cached_at,

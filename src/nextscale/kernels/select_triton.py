@@ -22,7 +22,7 @@ def fused_select(score: Tensor, count: Tensor, slots: int) -> tuple[Tensor, Tens
     index, kept, slot = _places(score, slots, 1)
     rows, cells = score.shape
     score = score.float().contiguous()
-    _select[(rows,)](score, count, index, kept, slot, cells, slots, **_blocks(cells, slots))
+    _select[(rows,)](score, count, index, kept, slot, cells, slots, **_blocks(cells))
     return index, kept, slot
 
 
@@ -52,7 +52,7 @@ def fused_link_and_select(
         EMPTY=rule.empty,
         COPIES=copies,
         LAYERS=triton.next_power_of_2(len(notes)),
-        **_blocks(cells, slots),
+        **_blocks(cells),
     )
     return index, kept, slot
 
@@ -71,13 +71,13 @@ def _two(number: float) -> tuple[float, float]:
     return first, number - first
 
 
-def _blocks(cells: int, slots: int) -> dict[str, int]:
+def _blocks(cells: int) -> dict[str, int]:
     block = triton.next_power_of_2(cells)
-    return {"BLOCK": block, "SLOTS": triton.next_power_of_2(slots), "num_warps": min(max(block // 256, 1), 16)}
+    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 
 
 @triton.jit
-def _keep(score, real, count, index_at, kept_at, slot_at, row, rows, cells, slots, BLOCK, SLOTS, COPIES: tl.constexpr):
+def _keep(score, real, count, index_at, kept_at, slot_at, row, rows, cells, slots, BLOCK, COPIES: tl.constexpr):
     """The `count` cells of highest score."""
     cell = tl.arange(0, BLOCK)
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # there is but one zero
@@ -85,8 +85,8 @@ def _keep(score, real, count, index_at, kept_at, slot_at, row, rows, cells, slot
     number = tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
     number = tl.where(real, number, 0)
     lowest = tl.zeros((), tl.uint32)
-    for n in tl.static_range(16):
-        one = tl.full((), 1, tl.uint32) << (30 - 2 * n)
+    one = tl.full((), 1 << 30, tl.uint32)
+    for _ in tl.range(16):  # unrolled it would take long to compile
         # How many are at least lowest + 1, + 2, + 3 of these two bits: three numbers in one sum.
         first = (number >= lowest + one).to(tl.int64)
         second = (number >= lowest + 2 * one).to(tl.int64)
@@ -96,34 +96,32 @@ def _keep(score, real, count, index_at, kept_at, slot_at, row, rows, cells, slot
         up += (((many >> 20) & 0xFFFFF) >= count).to(tl.uint32)
         up += ((many >> 40) >= count).to(tl.uint32)
         lowest += up * one
+        one = one >> 2
     above = (number > lowest) & real
     equal = (number == lowest) & real
     left = count - tl.sum(above.to(tl.int32), 0)
     chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    slot = tl.arange(0, SLOTS)
-    padding = (slot >= count) & (slot < slots)
+    padding = (cell >= count) & (cell < slots)
     for copy in tl.static_range(COPIES):
         to = (row + copy * rows).to(tl.int64)
         tl.store(index_at + to * slots + place, cell.to(tl.int64), mask=chosen & (place < slots))
-        tl.store(index_at + to * slots + slot, tl.full((SLOTS,), 0, tl.int64) + cells - 1, mask=padding)
+        tl.store(index_at + to * slots + cell, tl.full((BLOCK,), 0, tl.int64) + cells - 1, mask=padding)
         tl.store(slot_at + to * cells + cell, tl.where(chosen, place, -1), mask=real)
         tl.store(kept_at + to, count.to(tl.int64))
 
 
-@triton.jit
-def _select(
-    score_at, count_at, index_at, kept_at, slot_at, cells, slots, BLOCK: tl.constexpr, SLOTS: tl.constexpr
-):
+@triton.jit(do_not_specialize=["cells", "slots"])
+def _select(score_at, count_at, index_at, kept_at, slot_at, cells, slots, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     cell = tl.arange(0, BLOCK)
     real = cell < cells
     score = tl.load(score_at + row.to(tl.int64) * cells + cell, mask=real, other=0.0)
     count = tl.minimum(tl.load(count_at + row).to(tl.int32), slots)
-    _keep(score, real, count, index_at, kept_at, slot_at, row, 0, cells, slots, BLOCK, SLOTS, 1)
+    _keep(score, real, count, index_at, kept_at, slot_at, row, 0, cells, slots, BLOCK, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cells", "slots", "images", "layer", "first"])
 def _link_and_select(
     entropy_at,
     score_at,
@@ -147,7 +145,6 @@ def _link_and_select(
     COPIES: tl.constexpr,
     LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
     image = tl.program_id(0)
     cell = tl.arange(0, BLOCK)
@@ -181,4 +178,4 @@ def _link_and_select(
     tl.store(note + 3 * images, wanted.to(tl.float64))
     score = tl.load(score_at + at, mask=real, other=0.0)
     count = tl.minimum(wanted, slots)
-    _keep(score, real, count, index_at, kept_at, slot_at, image, images, cells, slots, BLOCK, SLOTS, COPIES)
+    _keep(score, real, count, index_at, kept_at, slot_at, image, images, cells, slots, BLOCK, COPIES)

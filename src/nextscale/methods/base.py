@@ -118,6 +118,7 @@ class Policy:
         self.context = context
         self.memory = TokenCaches()
         self.numbers: dict[str, Tensor] = {}
+        self.experience: dict[str, Any] = {}  # of earlier calls with the same settings, if somebody keeps it
 
     @property
     def looks_away(self) -> bool:

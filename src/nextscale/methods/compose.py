@@ -68,6 +68,18 @@ class ComposedPolicy(Policy):
     def numbers(self, numbers: dict[str, Tensor]) -> None:
         self.selecting.numbers = numbers
 
+    @property
+    def experience(self) -> dict[str, Any]:
+        return self.selecting.experience
+
+    @experience.setter
+    def experience(self, experience: dict[str, Any]) -> None:
+        self.selecting.experience = experience
+
+    @property
+    def looks_away(self) -> bool:
+        return self.selecting.looks_away
+
     def expected_tokens(self) -> int:
         return min(p.expected_tokens() for p in self.policies)
 

@@ -15,13 +15,13 @@ from nextscale.methods.activation import Growth
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.residual import store_chosen
+from nextscale.methods.room import Deviations
 from nextscale.methods.selection import Selection, keep_highest
 from nextscale.methods.tables import read_table, relative_ratio
 from nextscale.run import Rows
 from nextscale.schedule import Scale
 
 LENS_CODES = 256  # of a large codebook, `lens_topk` looks at the codes that were likeliest one scale before
-USUAL, MARGIN = 0.25, 0.05  # of a layer's deviation: what to expect of the first reduced scale, and room for surprises
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class NOVAPolicy(CachedPolicy):
             min(1 - method.max_layer_keep, MOST),
             method.allow_empty,
         )
-        # By which share of the ratio each layer kept more, at the newest reduced scale.
-        self.deviation = [[USUAL] * context.depth for _ in range(context.images)]
+        # Of each image the newest reduced scale, and by which share of the ratio each layer kept more there.
+        self.newest = [(0, [0.0] * context.depth) for _ in range(context.images)]
         self.probe = method.probe
         if self.probe == "auto":
             self.probe = "lens" if context.bits else "lens_topk"
@@ -132,17 +132,15 @@ class NOVAPolicy(CachedPolicy):
         return dataclasses.replace(plan, slots=self._slots(scale) if any(reduced) else ())
 
     def _slots(self, scale: Scale) -> tuple[int, ...]:
-        """Room for what each layer will keep, if layers differ about as much as one scale before."""
-        images = list(zip(self.ratio[scale.index + 1], self.deviation, strict=True))
-
-        def room(layer: int) -> int:
-            if not self.method.layer_linkage:
-                share = max(1 - ratio for ratio, _ in images)
-            else:
-                share = max(1 - ratio * (1 - deviation[layer] - MARGIN) for ratio, deviation in images)
-            return min(max(math.ceil(share * scale.tokens), 1), scale.tokens)
-
-        return tuple(room(layer) for layer in range(self.context.depth))
+        """Room for what each layer will keep."""
+        t, depth = scale.index + 1, self.context.depth
+        shares = [1 - min(self.ratio[t])] * depth
+        if self.method.layer_linkage:
+            seen = self.experience.setdefault("deviations", Deviations())
+            expected = [seen.highest(before, t, deviation) for before, deviation in self.newest]
+            images = list(zip(self.ratio[t], expected, strict=True))
+            shares = [max(1 - ratio * (1 - layers[n]) for ratio, layers in images) for n in range(depth)]
+        return tuple(min(max(math.ceil(share * scale.tokens), 1), scale.tokens) for share in shares)
 
     def _read_entropies(self) -> None:
         for scale, images, entropies in self.pending:
@@ -150,10 +148,12 @@ class NOVAPolicy(CachedPolicy):
             for image, entropy in zip(images, entropies.tolist(), strict=True):
                 self.growth[image].add(t, entropy)
             if t in self.noted:
-                deviations = self.noted[t][1][:, DEVIATION].T.tolist()
-                for image, deviation in zip(images, deviations, strict=True):
+                seen = self.experience.setdefault("deviations", Deviations())
+                for image, found in zip(images, self.noted[t][1][:, DEVIATION].T.tolist(), strict=True):
                     if self.ratio[t][image]:
-                        self.deviation[image] = deviation
+                        before, deviation = self.newest[image]
+                        seen.learn(before, t, deviation, found)
+                        self.newest[image] = t, found
         self.pending.clear()
 
     def _ratio(self, growth: Growth, t: int) -> float:
@@ -190,14 +190,14 @@ class NOVAPolicy(CachedPolicy):
         if self.once and self.chosen is not None:
             self.notes[layer] = self.notes[0]
             return self.chosen
-        entropy, mean = self._layer_entropy(layer, x, stats)
+        entropy, known_mean = self._layer_entropy(layer, x, stats)
         score, ratio = self._score(layer, entropy, stats), self.of_rows(rows, self.scale_ratio)
         rule, slots = self._rule(layer), stats.slots[layer] if stats.slots else None
         copies = 2 if rows.unconditional == rows.which else 1
-        if mean is None:
+        if known_mean is None:
             chosen = rule.keep(entropy, score, ratio, self.notes, layer, slots, copies)
         else:
-            rule.note(mean, ratio, self.notes, layer, stats.scale.tokens)
+            rule.note(known_mean, ratio, self.notes, layer, stats.scale.tokens)
             chosen = keep_highest(score, self.notes[layer, KEPT].long(), slots).repeated(copies)
         if copies == 1 and rows.unconditional:
             chosen = Selection(rows.spread(chosen.index), rows.spread(chosen.count))

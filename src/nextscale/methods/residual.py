@@ -31,6 +31,11 @@ def resize_tokens(x: Tensor, grid: Grid, to: Grid, mode: str) -> Tensor:
     return F.interpolate(maps, size=to, mode=mode).flatten(2).transpose(1, 2)
 
 
+def take(maps: Tensor, rows: list[int]) -> Tensor:
+    """Some rows. Those in front are a view: a list would be copied to the device, which the host waits for."""
+    return maps[: len(rows)] if rows == list(range(len(rows))) else maps[rows]
+
+
 @dataclass(frozen=True)
 class _Entry:
     grid: Grid
@@ -41,7 +46,7 @@ class _Entry:
         left = [i for i, key in enumerate(self.rows) if key not in rows]
         if len(left) == len(self.rows):
             return self
-        return _Entry(self.grid, tuple(self.rows[i] for i in left), self.maps[left])
+        return _Entry(self.grid, tuple(self.rows[i] for i in left), take(self.maps, left))
 
 
 class Places:
@@ -107,7 +112,7 @@ class TokenCache:
         for entry in self.entries:
             wanted = [i for i, key in enumerate(entry.rows) if key in keys]
             if wanted:
-                resized = resize_tokens(entry.maps[wanted], entry.grid, grid, mode)
+                resized = resize_tokens(take(entry.maps, wanted), entry.grid, grid, mode)
                 found.update({entry.rows[i]: resized[n] for n, i in enumerate(wanted)})
         if len(found) < len(set(keys)):
             return None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nextscale.draws import Draws
 from nextscale.guidance import combine, ramp
 from nextscale.kernels.modulate import Norm
+from nextscale.kernels.rows import Parts, linear_for_sum
 from nextscale.models.base import Backbone, Block, State, per_row, shared
 from nextscale.models.infinity import TextCondition
 from nextscale.models.layers import SelfAttention, attention_biases, head_logits, rotate_half
@@ -80,8 +81,8 @@ class GatedMLP(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+    def forward(self, x: Tensor) -> Tensor | Parts:
+        return linear_for_sum(F.silu(self.gate(x)) * self.up(x), self.down.weight, None)
 
 
 class HARTBlock(Block):

@@ -17,6 +17,7 @@ from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.modulate import Norm
+from nextscale.kernels.rows import linear_for_sum
 from nextscale.models.base import per_row, shared
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
@@ -96,7 +97,7 @@ class TextAttention(nn.Module):
     def forward(
         self, x: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
     ) -> Tensor:
-        """x [R, K, C] asks the text; None asks with the learned query and gives [R, 1, C]."""
+        """What x [R, K, C] sees of the text, of the same shape; None asks with the learned query and sees [R, 1, C]."""
         if x is None:
             q = self.query.to(k.dtype).expand(len(k), -1, -1).unsqueeze(2)
         else:
@@ -110,7 +111,7 @@ class TextAttention(nn.Module):
             out = attention(q, k, v, scale, mask)
         if self.rounded:
             out = out.bfloat16().to(self.proj.weight.dtype)
-        return self.proj(out.transpose(1, 2).flatten(2))
+        return out.transpose(1, 2).flatten(2)
 
 
 class InfinityBlock(ModulatedBlock):
@@ -127,7 +128,8 @@ class InfinityBlock(ModulatedBlock):
         if name == "cross":
             norm = self.cross_norm
             normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.dtype)
-            stream.add(self.cross(normed, given.keys, given.values, given.mask, given.lengths))
+            seen = self.cross(normed, given.keys, given.values, given.mask, given.lengths)
+            stream.add(linear_for_sum(seen, self.cross.proj.weight, self.cross.proj.bias))
         else:
             super().part(name, stream, given)
 
@@ -219,7 +221,8 @@ class Infinity(ModulatedBackbone):
     def read_text(self, text: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Pooled condition [R, C] and what cross-attention reads, [R, T, C]."""
         text = text * torch.rsqrt(text.square().mean(-1, keepdim=True) + self.config.eps) * self.text_norm
-        pooled = self.text_pool(None, *self.text_pool.keys(text), mask).squeeze(1).float()
+        pool = self.text_pool
+        pooled = pool.proj(pool(None, *pool.keys(text), mask)).squeeze(1).float()
         return pooled, self.text_proj(text.to(self.dtype))
 
     def prepare(self, inputs: tuple[Tensor | None, ...], schedule: Schedule) -> InfinityState:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.kernels.gelu import linear_gelu
+from nextscale.kernels.rows import Parts, linear_for_sum
 
 MAX_LOG_SCALE = math.log(100)
 
@@ -40,8 +41,8 @@ class MLP(nn.Module):
         self.fc1 = nn.Linear(width, hidden)
         self.fc2 = nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(linear_gelu(x, self.fc1.weight, self.fc1.bias))
+    def forward(self, x: Tensor) -> Tensor | Parts:
+        return linear_for_sum(linear_gelu(x, self.fc1.weight, self.fc1.bias), self.fc2.weight, self.fc2.bias)
 
 
 def rotate_pairs(x: Tensor, positions: Tensor) -> Tensor:
@@ -89,9 +90,9 @@ class SelfAttention(nn.Module):
             q, k = self.rotate(q.float(), positions), self.rotate(k.float(), positions)
         return q.to(v.dtype), k.to(v.dtype), v
 
-    def answer(self, seen: Tensor) -> Tensor:
+    def answer(self, seen: Tensor) -> Tensor | Parts:
         """What was seen [R, H, K, D] -> [R, K, C]."""
-        return self.proj(seen.transpose(1, 2).flatten(2))
+        return linear_for_sum(seen.transpose(1, 2).flatten(2), self.proj.weight, self.proj.bias)
 
 
 def attention_biases(attns: Sequence[SelfAttention]) -> list[Tensor]:

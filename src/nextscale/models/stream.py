@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nextscale.kernels.modulate import Norm, add_to, fused_sum_and_norm, fuses
+from nextscale.kernels.rows import Parts
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Selection
@@ -20,7 +21,7 @@ class Stream:
         """`chosen`: only these tokens of x [R, N, C]."""
         self.x = x
         self.chosen = chosen  # not yet taken out of x
-        self.delta: Tensor | None = None  # not yet added to x, nor multiplied with
+        self.delta: Tensor | Parts | None = None  # not yet added to x, nor multiplied with
         self.gate: Tensor | None = None  # [R, 1, C]
 
     @property
@@ -40,6 +41,6 @@ class Stream:
         self.chosen = self.delta = None
         return normed
 
-    def add(self, delta: Tensor, gate: Tensor | None = None) -> None:
+    def add(self, delta: Tensor | Parts, gate: Tensor | None = None) -> None:
         """gate * delta [R, K, C]."""
         self.x, self.delta, self.gate = self.sum, delta, gate

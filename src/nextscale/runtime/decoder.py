@@ -64,14 +64,16 @@ class GPUDecoder:
             if level.upsample is not None:
                 x = F.conv_transpose2d(x, self.enlarging[level], stride=2, padding=1)
                 late = level.upsample.conv.bias
-        return F.pixel_shuffle(d.conv_out(group_norm(x, None, d.norm_out)), d.fold)
+        return F.pixel_shuffle(d.conv_out(group_norm(x, None, d.norm_out, inplace=True)), d.fold)
 
     def block(self, block: ResidualBlock, x: Tensor, late: Tensor | None) -> Tensor:
-        h = F.conv2d(group_norm(x, late, block.norm1), block.conv1.weight, padding=1)
-        h = F.conv2d(group_norm(h, block.conv1.bias, block.norm2), block.conv2.weight, padding=1)
-        if block.nin_shortcut is not None:
-            x = F.conv2d(x, block.nin_shortcut.weight)
-        return join(x, h, self.ends[block])
+        # Maps are large: what nobody reads any more is written over.
+        short = block.nin_shortcut is not None
+        kept = F.conv2d(x, block.nin_shortcut.weight) if short else x
+        h = F.conv2d(group_norm(x, late, block.norm1, inplace=short), block.conv1.weight, padding=1)
+        del x
+        h = F.conv2d(group_norm(h, block.conv1.bias, block.norm2, inplace=True), block.conv2.weight, padding=1)
+        return join(kept, h, self.ends[block])
 
 
 def _missing(block: ResidualBlock, late: Tensor | None) -> Tensor:

@@ -132,6 +132,7 @@ class Program:
         self.draws = FixedDraws(work.draws)
         self.memory = TokenCaches(Places(work.schedule))
         self.numbers: dict[str, Tensor] = {}
+        self.experience: dict[str, Any] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
         self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
         self.graphs: dict[Hashable, dict[tuple[int, ...], Captured]] = {}  # by their slots
@@ -150,6 +151,7 @@ class Program:
         self.used = [0] * len(self.kv)
         self.memory.remember({})
         work.policy.memory, work.policy.numbers = self.memory, self.numbers
+        work.policy.experience = self.experience
         # The trace reads lengths long after the next call has overwritten the fixed place.
         lengths = None if state.text_lengths is None else state.text_lengths.clone()
         state = dataclasses.replace(state, text_lengths=lengths)
@@ -282,7 +284,7 @@ class Graphs(Eager):
             need = tuple(map(max, wanted, need))
         made = captured.made
         use(kv, made.kv)
-        program.used = list(map(operator.add, program.used, room))
+        program.used = list(map(operator.add, program.used, wanted or room))
         program.memory.remember(made.memory)
         self.unread.append(scale)
         # What has to outlive the next scale.

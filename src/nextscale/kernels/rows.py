@@ -1,0 +1,50 @@
+"""A linear layer for few rows whose result goes into a residual stream.
+
+Then reading the weights is all the work, and cuBLAS has too few blocks to read them at full speed. Here the input
+channels are dealt out to several times as many blocks; whoever reads the result adds up their parts, which is no extra
+pass: the sum with the stream is waiting anyway.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    from nextscale.kernels.rows_triton import fused_parts
+except ImportError:  # a CPU build of torch comes without Triton
+    fused_parts = None  # type: ignore[assignment]
+
+MOST, PARTS = 128, 4  # rows, and blocks that share a row's input channels
+BLOCK_OUT, BLOCK_IN = 64, 128  # channels of a block
+
+
+class Parts(NamedTuple):
+    """What a linear layer gives, not yet added up."""
+
+    sums: Tensor  # [parts, R, K, C] in float32
+    bias: Tensor | None  # [C]
+
+    def total(self) -> Tensor:
+        result = self.sums.sum(0)
+        return result if self.bias is None else result + self.bias
+
+
+def linear_for_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Parts:
+    """Of x [R, K, C]."""
+    if not shares(x, weight):
+        return F.linear(x, weight, bias)
+    return Parts(fused_parts(x, weight, PARTS, BLOCK_OUT, BLOCK_IN), bias)
+
+
+def shares(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel takes these, and is faster."""
+    if fused_parts is None or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    out, into = weight.shape
+    return x.shape[:-1].numel() <= MOST and out % BLOCK_OUT == 0 and into % (PARTS * BLOCK_IN) == 0

@@ -1,0 +1,34 @@
+"""How many tokens the layers of a scale will keep at most: a guess from earlier scales, and from earlier calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+FIRST = 0.25  # a layer's deviation at the first reduced scale, if nothing is known
+CHANGE = 0.1  # by how much it will rise to the next one, if nothing is known
+ONCE = 0.05  # room for surprises behind what was seen once
+LEAST = 0.01  # and behind what was seen more often, beside as much again as it varied
+
+
+class Deviations:
+    """How the deviations of layers change between two reduced scales. The scale before the first one is 0."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, int], list[tuple[float, float, int]]] = {}  # lowest, highest, how often
+
+    def highest(self, before: int, now: int, deviation: Sequence[float]) -> list[float]:
+        """Of every layer at scale `now`, if it was `deviation` at scale `before`."""
+        known = self.seen.get((before, now))
+        if known is None:
+            return [d + (CHANGE if before else FIRST) for d in deviation]
+        return [
+            d + high + LEAST + (high - low if often > 1 else ONCE)
+            for d, (low, high, often) in zip(deviation, known, strict=True)
+        ]
+
+    def learn(self, before: int, now: int, old: Sequence[float], new: Sequence[float]) -> None:
+        changes = [b - a for a, b in zip(old, new, strict=True)]
+        known = self.seen.get((before, now), [(c, c, 0) for c in changes])
+        self.seen[before, now] = [
+            (min(low, c), max(high, c), often + 1) for c, (low, high, often) in zip(changes, known, strict=True)
+        ]
