@@ -59,7 +59,9 @@ class GPUDecoder:
         x = self.block(d.mid.block_2, x if d.mid.attn_1 is None else d.mid.attn_1(x), None)
         for level in reversed(d.up):
             for i, block in enumerate(level.block):
-                x = self.block(block, x, None if i else late)
+                held = [x]
+                del x  # the block alone decides how long its input stays
+                x = self.block(block, held.pop(), None if i else late)
                 x = level.attn[i](x) if len(level.attn) else x
             if level.upsample is not None:
                 x = F.conv_transpose2d(x, self.enlarging[level], stride=2, padding=1)
@@ -68,10 +70,11 @@ class GPUDecoder:
 
     def block(self, block: ResidualBlock, x: Tensor, late: Tensor | None) -> Tensor:
         # Maps are large: what nobody reads any more is written over.
-        short = block.nin_shortcut is not None
-        kept = F.conv2d(x, block.nin_shortcut.weight) if short else x
-        h = F.conv2d(group_norm(x, late, block.norm1, inplace=short), block.conv1.weight, padding=1)
-        del x
+        short = block.nin_shortcut
+        kept = x if short is None else F.conv2d(x, short.weight)
+        normed = group_norm(x, late, block.norm1, inplace=short is not None)
+        h = F.conv2d(normed, block.conv1.weight, padding=1)
+        del x, normed
         h = F.conv2d(group_norm(h, block.conv1.bias, block.norm2, inplace=True), block.conv2.weight, padding=1)
         return join(kept, h, self.ends[block])
 
