@@ -20,11 +20,12 @@ from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Method, Policy
 from nextscale.methods.residual import Places, TokenCaches
+from nextscale.methods.room import Deviations
 from nextscale.run import Rows
 from nextscale.runtime import make_executor
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.decoder import GPUDecoder, doubled
-from nextscale.runtime.graphs import Graphs
+from nextscale.runtime.graphs import Graphs, enough_room, round_up
 from nextscale.schedule import Schedule
 from nextscale.tokenizers.autoencoder import Decoder, Upsample
 
@@ -82,7 +83,7 @@ class Again:
         # The call that recorded has let go of its memory; a real graph still knows the places.
         self.policy.memory, self.policy.numbers = self.program.memory, self.program.numbers
         old, new = self.made, self.run()
-        for name in ("tokens", "logits", "raw", "hidden"):
+        for name in ("logits", "raw", "hidden"):
             getattr(old.step, name).copy_(getattr(new.step, name))
         if new.chosen.index is not None:
             old.chosen.index.copy_(new.chosen.index)
@@ -238,6 +239,25 @@ class Resting(Method):
 
         policy.begin_scale = begin_scale
         return policy
+
+
+def test_room_is_learned_from_earlier_calls() -> None:
+    seen = Deviations()
+    assert seen.highest(0, 8, [0.0, 0.0]) == [0.25, 0.25]
+    assert seen.highest(8, 9, [0.2, -0.1]) == pytest.approx([0.3, 0.0])
+    seen.learn(8, 9, [0.2, -0.1], [0.3, -0.2])
+    assert seen.highest(8, 9, [0.0, 0.0]) == pytest.approx([0.16, -0.04])
+    seen.learn(8, 9, [0.2, -0.1], [0.1, -0.2])
+    assert seen.highest(8, 9, [0.0, 0.0]) == pytest.approx([0.1 + 0.01 + 0.2, -0.1 + 0.01])
+
+
+def test_slots_are_rounded_up_a_little() -> None:
+    for n in (1, 16, 17, 100, 662, 4095):
+        assert n <= round_up(n) <= max(n * 1.125 + 1, n + 15)
+    assert enough_room((100, 600), [], 4096) == (112, 640)
+    assert enough_room((100, 600), [(112, 704)], 4096) == (112, 704), "a graph that is there, and not much larger"
+    assert enough_room((100, 600), [(112, 1024)], 4096) == (112, 640)
+    assert enough_room((100, 600), [(96, 704)], 620) == (112, 620)
 
 
 @pytest.mark.parametrize("like", [None, NOVA(t_est=2, alpha=10, uncomputed="nothing")])

@@ -49,7 +49,17 @@ class Rows:
 class Run:
     """One call. Rows leave for good when their image stops or is no longer guided."""
 
-    def __init__(self, backbone: Backbone, state: Any, features: Tensor, schedule: Schedule, guided: bool) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        state: Any,
+        features: Tensor,
+        schedule: Schedule,
+        guided: bool,
+        kv: list[LayerCache] | None = None,
+        tokens: list[Tensor] | None = None,
+    ) -> None:
+        """`kv` and `tokens`: where they have to be; else they are made."""
         images = tuple(range(len(features)))
         self.rows = Rows(images, images if guided else ())
         self.state = state
@@ -58,11 +68,9 @@ class Run:
         self.stopped_after: list[int | None] = [None] * len(images)
         # Per scale [B, N] or [B, N, d]; -1 where an image did not run.
         shapes = [(len(images), s.tokens, *backbone.token_shape) for s in schedule]
-        self.tokens = [torch.full(shape, -1, dtype=torch.int32, device=features.device) for shape in shapes]
-        self.kv = [
-            LayerCache(len(self.rows.all), backbone.heads, backbone.head_dim, backbone.dtype, backbone.device)
-            for _ in range(backbone.depth)
-        ]
+        self.tokens = tokens or [torch.full(shape, -1, dtype=torch.int32, device=features.device) for shape in shapes]
+        like = len(self.rows.all), backbone.heads, backbone.head_dim, backbone.dtype, backbone.device
+        self.kv = kv or [LayerCache(*like) for _ in range(backbone.depth)]
 
     def reserve(self, tokens: int) -> None:
         for cache in self.kv:
@@ -107,7 +115,8 @@ class Run:
         which = list(rows.which)
         if len(which) == len(self.features):  # lists would be copied to the device, which the host waits for
             self.features = features
-            self.tokens[scale.index].copy_(tokens)
+            if tokens is not self.tokens[scale.index]:
+                self.tokens[scale.index].copy_(tokens)
             return
         self.features = self.features.clone()
         self.features[which] = features

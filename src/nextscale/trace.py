@@ -84,10 +84,16 @@ class Trace:
     stopped_after: list[int | None] = field(default_factory=list)
     policy: Policy | None = None
     records: dict[int, _Ran] = field(default_factory=dict)
+    _lengths: tuple[Tensor, Tensor] | None = None  # of the text, as a state has them and as they are kept
 
     def ran(self, stats: Stats, state: State) -> None:
         # Tensors are kept as they are and read when somebody asks: a run is never made to wait.
-        self.records[stats.scale.index] = _Ran(stats.rows, stats.chosen, state.text_lengths, stats.context)
+        lengths = state.text_lengths
+        if lengths is not None:
+            if self._lengths is None or self._lengths[0] is not lengths:
+                self._lengths = lengths, lengths.clone()  # the next call may write over them
+            lengths = self._lengths[1]
+        self.records[stats.scale.index] = _Ran(stats.rows, stats.chosen, lengths, stats.context)
 
     def finished(self, policy: Policy, stopped_after: list[int | None]) -> None:
         self.policy, self.stopped_after = policy, stopped_after

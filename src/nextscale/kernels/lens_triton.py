@@ -87,21 +87,21 @@ def _sums(
     x_place = x_at + image * x_image + token[:, None] * x_token + channel[None, :]
     factor_place = factor_at + image * channels * BITS + channel[:, None] * BITS + bit[None, :]
     products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
-    sums = tl.zeros((TOKENS,), tl.float32)
-    squares = tl.zeros((TOKENS,), tl.float32)
+    sums = tl.zeros((TOKENS, STEP), tl.float32)
+    squares = tl.zeros((TOKENS, STEP), tl.float32)
     for _ in tl.range(0, each, STEP):
         x = tl.load(x_place, mask=real[:, None], other=0.0)
         factor = tl.load(factor_place, mask=known[None, :], other=0.0)
         # Three products of 10-bit parts have nearly the digits of one in float32.
         products = tl.dot(x, factor, products, input_precision="tf32x3")
-        sums += tl.sum(x, 1)
-        squares += tl.sum(x * x, 1)
+        sums += x
+        squares += x * x
         x_place += STEP
         factor_place += STEP * BITS
     to = sums_at + ((part * tl.num_programs(2) + image) * tokens + token) * (BLOCK_BITS + 16)
     tl.store(to[:, None] + bit[None, :], products, mask=real[:, None])
-    tl.store(to + BLOCK_BITS, sums, mask=real)
-    tl.store(to + BLOCK_BITS + 1, squares, mask=real)
+    tl.store(to + BLOCK_BITS, tl.sum(sums, 1), mask=real)
+    tl.store(to + BLOCK_BITS + 1, tl.sum(squares, 1), mask=real)
 
 
 @triton.jit(do_not_specialize=["tokens", "images", "parts"])

@@ -59,6 +59,7 @@ class ScalePlan:
     groups: tuple[Group, ...]
     needs: frozenset[str] = frozenset()  # "attention_entropy"
     slots: tuple[int, ...] = ()  # a guess of the tokens that each layer will keep at most; () = all of them
+    looks: bool = True  # False: no layer of this scale has to be shown to the policy
     variant: Hashable = None  # what else decides which code will run; with the rows and slots it names a captured scale
 
 
@@ -137,6 +138,7 @@ class Policy:
             guided=(scale.index < c.sampling.guided_until,) * c.images,
             capacity=0,
             groups=(c.parts,),
+            looks=not self.looks_away,
         )
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:

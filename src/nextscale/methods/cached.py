@@ -42,6 +42,8 @@ class CachedPolicy(Policy):
     def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
         if self.kind == "zero":
             return super().fill(layer, group, x, chosen, y, stats)
+        if chosen is None and not self.records(stats.scale):
+            return y
         cache, rows, grid = self.memory["added", layer, group], stats.rows, stats.scale.grid
         records, feature = self.records(stats.scale), self.kind == "feature"
         newest = None if chosen is None or feature or not restores(x, self.restore_mode) else cache.newest(rows)

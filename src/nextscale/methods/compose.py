@@ -95,6 +95,7 @@ class ComposedPolicy(Policy):
             groups=chosen.groups,
             needs=frozenset().union(*(p.needs for p in plans)),
             slots=chosen.slots,
+            looks=chosen.looks,
             variant=chosen.variant,
         )
 

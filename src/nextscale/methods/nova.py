@@ -117,7 +117,8 @@ class NOVAPolicy(CachedPolicy):
         self._read_entropies()
         t = scale.index + 1
         self.ratio[t] = [self._ratio(g, t) for g in self.growth]
-        self.scale_ratio = self.told("ratio", self.ratio[t])
+        if self.ratio[t] != self.ratio.get(t - 1):
+            self.scale_ratio = self.told("ratio", self.ratio[t])
         if self.method.metric == "random":
             # The same tokens in all layers: else hardly a cell would pass through all of them.
             noise = torch.rand(scale.tokens, generator=torch.Generator().manual_seed(scale.index))
@@ -128,7 +129,9 @@ class NOVAPolicy(CachedPolicy):
             else frozenset()
         )
         reduced = tuple(ratio > 0 for ratio in self.ratio[t])
-        plan = dataclasses.replace(super().begin_scale(scale), needs=needs, variant=reduced)
+        self.notes = None
+        looks = any(reduced) or self.records(scale)
+        plan = dataclasses.replace(super().begin_scale(scale), needs=needs, looks=looks, variant=reduced)
         return dataclasses.replace(plan, slots=self._slots(scale) if any(reduced) else ())
 
     def _slots(self, scale: Scale) -> tuple[int, ...]:

@@ -32,8 +32,10 @@ def resize_tokens(x: Tensor, grid: Grid, to: Grid, mode: str) -> Tensor:
 
 
 def take(maps: Tensor, rows: list[int]) -> Tensor:
-    """Some rows. Those in front are a view: a list would be copied to the device, which the host waits for."""
-    return maps[: len(rows)] if rows == list(range(len(rows))) else maps[rows]
+    """Some rows. Neighbours are a view: a list would be copied to the device, which the host waits for."""
+    first = rows[0] if rows else 0
+    neighbours = rows == list(range(first, first + len(rows)))
+    return maps[first : first + len(rows)] if neighbours else maps[rows]
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,9 @@ class Eager:
         state = work.backbone.prepare(inputs, work.schedule)
         return Run(work.backbone, state, work.tokenizer.blank(images, work.schedule), work.schedule, guided)
 
+    def layer_done(self, layer: int) -> None:
+        """A layer of a scale has been run."""
+
     def close(self, work: Work, run: Run) -> None:
         """All its scales have been run."""
 
@@ -156,7 +159,7 @@ class Eager:
                 memory = WatchedCache(kv[layer], rows.images)
             taken: dict[str, Selection | None] = {}
             for group in plan.groups:
-                if policy.looks_away:  # nobody asks for the sum between two layers
+                if not plan.looks:  # nobody asks for the sum between two layers
                     self.through(block, group, stream, given, positions, memory)
                     taken.update(dict.fromkeys(group))
                     continue
@@ -175,6 +178,7 @@ class Eager:
             stats.chosen.append(taken)
             if isinstance(memory, WatchedCache):
                 stats.attention_entropy.append(memory.entropy[:, before:])
+            self.layer_done(layer)
         return stream.sum[:, before:], stats
 
     def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Backbone) -> None:

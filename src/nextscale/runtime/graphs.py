@@ -36,10 +36,13 @@ from nextscale.tokenizers.base import ImageTokenizer
 
 logger = logging.getLogger(__name__)
 
-STEPS = 32  # slots are multiples of this part of a scale
+CUTS = (
+    1,
+    5,
+)  # layers behind which a graph is cut: the first pieces are short, and hide how long the rest takes to launch
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
 SHORT = 4096  # numbers of a report
-WASTE = 1.3  # times the slots that are needed: rather than capturing anew, which runs the scale twice and more
+WASTE = 1.2  # times the slots that are needed: rather than capturing anew, which runs the scale twice and more
 
 
 Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
@@ -115,6 +118,25 @@ class Told:
         return short | {name: told.clone() for name, told in self.long.items()}
 
 
+class Pieces:
+    """CUDA graphs that follow each other. While the device runs one, the host hands over the next."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.graphs: list[Any] = []
+
+    def begin(self) -> None:
+        self.graphs.append(torch.cuda.CUDAGraph())
+        self.graphs[-1].capture_begin(pool=self.pool)
+
+    def end(self) -> None:
+        self.graphs[-1].capture_end()
+
+    def replay(self) -> None:
+        for graph in self.graphs:
+            graph.replay()
+
+
 class Program:
     """Everything of one shape of call, at fixed places."""
 
@@ -129,6 +151,9 @@ class Program:
         self.before = self.features.clone(), self.lengths.clone()
         # The largest logit of each scale, after and before guidance: NaN or infinite if any is.
         self.largest = torch.zeros(len(work.schedule), 2, device=self.features.device)
+        self.all_tokens = torch.cat([t.flatten() for t in run.tokens])
+        parts = self.all_tokens.split([t.numel() for t in run.tokens])
+        self.tokens = [part.view(t.shape) for part, t in zip(parts, run.tokens, strict=True)]
         self.draws = FixedDraws(work.draws)
         self.memory = TokenCaches(Places(work.schedule))
         self.numbers: dict[str, Tensor] = {}
@@ -152,12 +177,9 @@ class Program:
         self.memory.remember({})
         work.policy.memory, work.policy.numbers = self.memory, self.numbers
         work.policy.experience = self.experience
-        # The trace reads lengths long after the next call has overwritten the fixed place.
-        lengths = None if state.text_lengths is None else state.text_lengths.clone()
-        state = dataclasses.replace(state, text_lengths=lengths)
-        run = Run(work.backbone, state, self.features, work.schedule, guided)
-        run.kv = [LayerCache.over(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
-        return run
+        kv = [LayerCache.over(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
+        self.all_tokens.fill_(-1)
+        return Run(work.backbone, state, self.features, work.schedule, guided, kv, self.tokens)
 
     def make_room(self, tokens: Sequence[int], kv: Sequence[LayerCache]) -> bool:
         """For so many tokens more in the cache of each layer. Whether it grew: then no graph knows its places."""
@@ -202,6 +224,8 @@ class Graphs(Eager):
         self.apart = False  # pictures of this call have run different scales
         self.unread: list[Scale] = []  # captured scales of this call whose logits nobody has checked
         self.scales = self.again = 0  # reduced scales that were run, and those that needed more room
+        self.captured = 0  # scales
+        self.pieces: Pieces | None = None  # of the graph that is being captured
 
     def open(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
         self.unread.clear()
@@ -265,16 +289,18 @@ class Graphs(Eager):
             if program.make_room(room, kv):
                 continue
             captured = graphs.get(self.slots)
-            if need or captured is None:
-                program.save()
             if captured is None:
+                program.save()
                 captured = graphs[self.slots] = self.capture(program, work, scale, plan, rows, state, kv)
+            made = captured.made
             captured.graph.replay()
-            program.draws.refill(scale.index + 1, everyone)  # while the device is at work
-            told = captured.made.told
-            if told.shapes:
+            # While the device is at work: the numbers of the next scale, and what has to outlive it.
+            program.draws.refill(scale.index + 1, everyone)
+            stats = Stats(scale, rows, made.step.stats.lens, made.chosen.copied(), context=made.step.stats.context)
+            maps = program.features.clone() if work.watched else program.features
+            if made.told.shapes:
                 self.wait(program)
-            report = told.read()
+            report = made.told.read()
             wanted = [int(n) for n in report["wanted"].tolist()] if need else []
             if all(map(operator.le, wanted, self.slots)):
                 break
@@ -282,15 +308,12 @@ class Graphs(Eager):
             program.go_back()
             program.memory.remember(remembered)
             need = tuple(map(max, wanted, need))
-        made = captured.made
         use(kv, made.kv)
         program.used = list(map(operator.add, program.used, wanted or room))
         program.memory.remember(made.memory)
         self.unread.append(scale)
-        # What has to outlive the next scale.
-        stats = Stats(scale, rows, made.step.stats.lens, made.chosen.copied(), context=made.step.stats.context)
-        maps = program.features.clone() if work.watched else program.features
-        return dataclasses.replace(made.step, features=maps, stats=stats, report=report)
+        tokens = program.tokens[scale.index]
+        return dataclasses.replace(made.step, features=maps, tokens=tokens, stats=stats, report=report)
 
     def wait(self, program: Program) -> None:
         """Until the device has written what it reports."""
@@ -312,15 +335,19 @@ class Graphs(Eager):
 
         def run() -> Recorded:
             nonlocal told
+            if plan.slots:
+                program.save()  # there may be too little room
             program.memory.remember(remembered)
             use(kv, before)
             step = super(Graphs, self).run_scale(work, scale, plan, rows, state, program.features, kv)
             largest = torch.stack([logits.abs().amax() for logits in (step.logits, step.raw)])
             program.largest[scale.index].copy_(largest)
+            program.tokens[scale.index].copy_(step.tokens)
             told = told or Told(step.report)
             told.write(step.report)
             return Recorded(step, Chosen.of(step.stats.chosen), told, program.memory.entries(), used_of(kv))
 
+        self.captured += 1
         graph, made = self.record(run, program)
         program.memory.remember(remembered)  # nothing has been run yet
         return Captured(graph, made)
@@ -333,11 +360,24 @@ class Graphs(Eager):
             run()
         torch.cuda.current_stream().wait_stream(side)
         program.go_back()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=program.pool):
-            made = run()
-            program.features.copy_(made.step.features)
-        return graph, made
+        torch.cuda.synchronize()
+        self.pieces = pieces = Pieces(program.pool)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            pieces.begin()
+            try:
+                made = run()
+                program.features.copy_(made.step.features)
+            finally:
+                pieces.end()
+                self.pieces = None
+        torch.cuda.current_stream().wait_stream(side)
+        return pieces, made
+
+    def layer_done(self, layer: int) -> None:
+        if self.pieces is not None and layer in CUTS:
+            self.pieces.end()
+            self.pieces.begin()
 
     def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Any) -> None:
         """Reading a number would make the host wait: `close` does it, once."""
@@ -374,10 +414,15 @@ class Graphs(Eager):
 
 def enough_room(need: tuple[int, ...], have: Iterable[tuple[int, ...]], tokens: int) -> tuple[int, ...]:
     """Slots of every layer: those of a graph that has enough of them and not many more, or else rounded up."""
-    step = max(tokens // STEPS, 1)
-    rounded = tuple(min(-(-n // step) * step, tokens) for n in need)
+    rounded = tuple(min(round_up(n), tokens) for n in need)
     fitting = [slots for slots in have if all(map(operator.le, need, slots)) and sum(slots) <= WASTE * sum(rounded)]
     return min(fitting, key=sum, default=rounded)
+
+
+def round_up(n: int) -> int:
+    """By an eighth at most, or to a multiple of 16."""
+    step = max(2 ** (n.bit_length() - 4), 16) if n > 16 else 16
+    return -(-n // step) * step
 
 
 def used_of(kv: Sequence[LayerCache]) -> list[Used]:
