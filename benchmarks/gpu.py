@@ -1,12 +1,14 @@
 """Time, memory and where it goes, on a CUDA GPU, at the true shapes with random weights.
 
     python benchmarks/gpu.py [--models infinity-2b,infinity-8b] [--runtimes eager,graphs] [--batches 1,4,8]
-                             [--ratios none "nova:t*=7,spread=0.15"] [--json FILE] [--plot PNG]
+                             [--ratios none "nova:t*=7,spread=0.15"] [--size 1M] [--quantize fp8]
+                             [--json FILE] [--plot PNG] [--profile LINES]
     python benchmarks/gpu.py --from FILE... --plot PNG      # only draws what was measured before
 
-Guided, 40 text tokens, bfloat16, 13 scales, decode included, text encoder not counted. Warm-up calls come first; then
-the median and the 95th percentile of the wall time of a call, and of one more call the times of its scales by CUDA
-events.
+Guided, 40 text tokens, bfloat16, 13 scales, decode included, text encoder not counted. Warm-up calls come first, until
+nothing is captured any more; then the median and the 95th percentile of the wall time of a call, and of one more call
+the times of its scales by CUDA events. Memory is what torch holds of the device, caches emptied before: what graphs
+keep to themselves is in it. `cold` is the time from the start of this process to its first picture.
 
 With random weights entropies mean nothing, so a method's ratios are stated: `nova:t*=7,spread=0.15` drops NOVA's
 share of a scale after scale 7, a layer's being (1 + 0.15) and (1 - 0.15) times that in turn. Probe, selection and
@@ -20,6 +22,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -82,9 +85,9 @@ def floor(pipe: Pipeline, scale: Scale, rows: int, share: float) -> float:
     return max(weights / BANDWIDTH, rows * (flops + b.head_flops(scale.tokens)) / ARITHMETIC)
 
 
-def decode_alone(pipe: Pipeline, images: int, repeats: int = 5) -> float:
+def decode_alone(pipe: Pipeline, images: int, size: str, repeats: int = 5) -> float:
     """Milliseconds, by CUDA events."""
-    features = torch.randn_like(pipe.tokenizer.blank(images, pipe.schedule())) * 0.2
+    features = torch.randn_like(pipe.tokenizer.blank(images, pipe.schedule(pixel_budget=size))) * 0.2
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):  # the first time is a warm-up
         begin.record()
@@ -95,29 +98,50 @@ def decode_alone(pipe: Pipeline, images: int, repeats: int = 5) -> float:
     return begin.elapsed_time(end) / repeats
 
 
-def profile(call: Any, lines: int) -> None:
-    """The kernels of one call by the time they take, and how many were launched."""
+def age_of_process() -> float:
+    """Seconds."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def reruns(pipe: Pipeline) -> tuple[int, int]:
+    """Reduced scales so far, and how many of them were run again."""
+    return getattr(pipe.executor, "scales", 0), getattr(pipe.executor, "again", 0)
+
+
+def profile(call: Any, lines: int) -> tuple[int, float]:
+    """The kernels of one call by the time they take; how many nodes ran, and their milliseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
         call()
         torch.cuda.synchronize()
     found = [e for e in watched.key_averages() if e.self_device_time_total and not e.key.startswith("aten::")]
-    total = sum(e.self_device_time_total for e in found) / 1e3
-    print(f"  kernels: {total:.1f} ms in {sum(e.count for e in found)} launches")
+    total, nodes = sum(e.self_device_time_total for e in found) / 1e3, sum(e.count for e in found)
     for e in sorted(found, key=lambda e: -e.self_device_time_total)[:lines]:
         print(f"  {e.self_device_time_total / 1e3:>9.2f} ms {e.count:>6} x  {e.key[:100]}")
+    return nodes, total
 
 
-def measure(pipe: Pipeline, images: int, method: NOVA | None, repeats: int, lines: int = 0) -> dict[str, Any]:
+def measure(
+    pipe: Pipeline, images: int, method: NOVA | None, repeats: int, size: str = "1M", lines: int = 0
+) -> dict[str, Any]:
     width = pipe.backbone.config.text_dim
     embeds = [torch.randn(TEXT, width, device="cuda") for _ in range(images)]
-    call: dict[str, Any] = {"prompt_embeds": embeds, "output_type": "pt", "method": method}
+    call: dict[str, Any] = {"prompt_embeds": embeds, "output_type": "pt", "method": method, "pixel_budget": size}
+    schedule = pipe.schedule(pixel_budget=size)
     began = time.perf_counter()
     pipe(**call, seed=0)
     torch.cuda.synchronize()
-    first = time.perf_counter() - began
-    pipe(**call, seed=1)
+    first, cold = time.perf_counter() - began, age_of_process()
+    for seed in range(1, 8):
+        captured = getattr(pipe.executor, "captured", 0)
+        pipe(**call, seed=seed)
+        if getattr(pipe.executor, "captured", 0) == captured:
+            break
     torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    before = reruns(pipe)
     seconds = []
     for seed in range(repeats):
         torch.cuda.synchronize()
@@ -125,8 +149,11 @@ def measure(pipe: Pipeline, images: int, method: NOVA | None, repeats: int, line
         made = pipe(**call, seed=seed)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(pipe.schedule()) + 1)]
+    # An eager run's caching allocator holds more than it needs; memory of graphs is not called allocated.
+    graphs = pipe.executor.name == "graphs"
+    peak = torch.cuda.max_memory_reserved() if graphs else torch.cuda.max_memory_allocated()
+    ran = [now - then for now, then in zip(reruns(pipe), before, strict=True)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(schedule) + 1)]
     marks = iter(events[1:])
     events[0].record()
     made = pipe(**call, seed=0, callback_on_scale_end=lambda end: next(marks).record())
@@ -134,17 +161,22 @@ def measure(pipe: Pipeline, images: int, method: NOVA | None, repeats: int, line
     scales = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     trace = made.trace.to_dict()["images"][0]
     shares = [sum(x["kept"] for x in e["layers"]) / (len(e["layers"]) * e["tokens"]) for e in trace["scales"]]
-    least = [floor(pipe, s, 2 * images, share) for s, share in zip(pipe.schedule(), shares, strict=True)]
+    least = [floor(pipe, s, 2 * images, share) for s, share in zip(schedule, shares, strict=True)]
     whole = statistics.median(seconds)
-    if lines:
-        profile(lambda: pipe(**call, seed=0), lines)
+    nodes, kernels = profile(lambda: pipe(**call, seed=0), lines)
     flops = images * trace["flops"]
+    decode = decode_alone(pipe, images, size)
+    weights = sum(p.nbytes for p in (*pipe.backbone.blocks.parameters(), *pipe.backbone.blocks.buffers()))
     return {
         "ms": 1e3 * whole,
         "p95_ms": 1e3 * sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1],
-        "decode_ms": decode_alone(pipe, images),
-        "reduced_scales": getattr(pipe.executor, "scales", 0),
-        "run_again": getattr(pipe.executor, "again", 0),  # a layer wanted more room than the graph had
+        "decode_ms": decode,
+        "reduced_scales": ran[0],
+        "run_again": ran[1],  # a layer wanted more room than the graph had
+        "kernels_ms": kernels,
+        "nodes_per_layer": nodes / len(schedule) / pipe.backbone.depth,  # with all that a scale does besides
+        # Weights that were read, once a scale, over the time of the scales: the least that was moved.
+        "tb_per_second": weights * len(schedule) / (whole - decode / 1e3) / 1e12,
         "scales_ms": scales,  # the first holds the text's keys and values
         "floor_ms": 1e3 * sum(least),
         "tokens": trace["row_tokens_computed"] / trace["row_tokens_full"],
@@ -152,6 +184,7 @@ def measure(pipe: Pipeline, images: int, method: NOVA | None, repeats: int, line
         "peak_gib": peak / GIB,
         "tflops": flops / whole / 1e12,
         "first_call_s": first,
+        "cold_s": cold,
     }
 
 
@@ -193,6 +226,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,8")
     parser.add_argument("--ratios", nargs="+", default=["none", "nova:t*=7,spread=0.15", "nova:t*=7,spread=0"])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--size", default="1M", help="pixel budget: 1M, or 4M for 2048 x 2048")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="also the kernels that take most time")
@@ -207,7 +241,7 @@ def main() -> None:
     print(f"{where}, bfloat16, guided, {TEXT} text tokens, decode included")
     print(
         f"{'model':<12} {'ratios':<22} {'runtime':<8} {'n':>2} {'ms':>8} {'p95':>8} {'decode':>7} {'floor':>7} "
-        f"{'tokens':>7} {'img/s':>6} {'GiB':>6} {'TFLOP/s':>8} {'first s':>8}"
+        f"{'tokens':>7} {'img/s':>6} {'GiB':>6} {'TFLOP/s':>8} {'TB/s':>5} {'nodes':>6} {'first s':>8}"
     )
     rows = []
     for name in options.models.split(","):
@@ -218,15 +252,19 @@ def main() -> None:
                     pipe.executor = make_executor(runtime, pipe.device)
                     gc.collect()
                     torch.cuda.empty_cache()
-                    found = measure(pipe, images, read_ratios(ratios), options.repeats, options.profile)
+                    found = measure(pipe, images, read_ratios(ratios), options.repeats, options.size, options.profile)
                     rows.append({"model": name, "ratios": ratios, "runtime": runtime, "images": images, **found})
                     print(
                         f"{name:<12} {ratios:<22} {runtime:<8} {images:>2} {found['ms']:>8.1f} {found['p95_ms']:>8.1f} "
                         f"{found['decode_ms']:>7.1f} {found['floor_ms']:>7.1f} {found['tokens']:>7.1%} "
-                        f"{found['images_per_second']:>6.1f} {found['peak_gib']:>6.1f} {found['tflops']:>8.0f} "
+                        f"{found['images_per_second']:>6.1f} {found['peak_gib']:>6.2f} {found['tflops']:>8.0f} "
+                        f"{found['tb_per_second']:>5.2f} {found['nodes_per_layer']:>6.1f} "
                         f"{found['first_call_s']:>8.1f}",
                         flush=True,
                     )
+                    if len(rows) == 1:
+                        print(f"  cold start, process to first picture: {found['cold_s']:.1f} s")
+                    print(f"  kernels: {found['kernels_ms']:.1f} ms")
                     if found["reduced_scales"]:
                         print(f"  {found['run_again']} of {found['reduced_scales']} reduced scales were run again")
                     print("  scales, ms: " + " ".join(f"{t:.2f}" for t in found["scales_ms"]), flush=True)

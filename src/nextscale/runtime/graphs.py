@@ -22,30 +22,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.devices import wait_for
-from nextscale.draws import FixedDraws, PerImageDraws
+from nextscale.draws import PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.base import Policy, ScalePlan, Stats
-from nextscale.methods.residual import Places, TokenCaches
 from nextscale.methods.selection import Selection
 from nextscale.run import Rows, Run, not_finite
 from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Work
+from nextscale.runtime.program import SHARE, Inputs, Program, Told
 from nextscale.schedule import Scale
 from nextscale.tokenizers.base import ImageTokenizer
 
 logger = logging.getLogger(__name__)
 
-CUTS = (
-    1,
-    5,
-)  # layers behind which a graph is cut: the first pieces are short, and hide how long the rest takes to launch
-SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
-SHORT = 4096  # numbers of a report
+# Layers behind which a graph is cut: the first pieces are short, and hide how long the rest takes to launch.
+CUTS = (1, 5)
 WASTE = 1.2  # times the slots that are needed: rather than capturing anew, which runs the scale twice and more
 
 
-Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
 Used = tuple[int, bool]  # slots of a layer's cache that the host knows to be used, and whether its rows differ
 
 
@@ -95,29 +89,6 @@ class Chosen:
         return [{p: None if n is None else made[n] for p, n in parts.items()} for parts in self.which]
 
 
-class Told:
-    """What a scale reports. Short parts end in memory that the host reads without asking the device once more."""
-
-    def __init__(self, report: dict[str, Tensor]) -> None:
-        self.long = {name: told for name, told in report.items() if told.numel() > SHORT}
-        self.shapes = {name: told.shape for name, told in report.items() if name not in self.long}
-        numbers = sum(shape.numel() for shape in self.shapes.values())
-        pinned = any(told.is_cuda for told in report.values())
-        self.host = torch.empty(numbers, dtype=torch.float64, pin_memory=pinned)
-
-    def write(self, report: dict[str, Tensor]) -> None:
-        self.long = {name: report[name] for name in self.long}
-        if self.shapes:
-            numbers = torch.cat([report[name].double().flatten() for name in self.shapes])
-            self.host.copy_(numbers, non_blocking=True)
-
-    def read(self) -> dict[str, Tensor]:
-        """After the device has written."""
-        parts = self.host.clone().split([shape.numel() for shape in self.shapes.values()])
-        short = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
-        return short | {name: told.clone() for name, told in self.long.items()}
-
-
 class Pieces:
     """CUDA graphs that follow each other. While the device runs one, the host hands over the next."""
 
@@ -135,80 +106,6 @@ class Pieces:
     def replay(self) -> None:
         for graph in self.graphs:
             graph.replay()
-
-
-class Program:
-    """Everything of one shape of call, at fixed places."""
-
-    def __init__(self, work: Work, inputs: Inputs, run: Run) -> None:
-        assert isinstance(work.draws, PerImageDraws)
-        self.inputs: Inputs = tuple(None if t is None else t.clone() for t in inputs)
-        self.features = run.features
-        self.kv = [(cache.k, cache.v) for cache in run.kv]
-        self.used = [0] * len(self.kv)  # entries of each layer at most, in the call at work
-        rows = len(run.kv[0].k)
-        self.lengths = torch.zeros(len(self.kv), rows, dtype=torch.long, device=self.features.device)
-        self.before = self.features.clone(), self.lengths.clone()
-        # The largest logit of each scale, after and before guidance: NaN or infinite if any is.
-        self.largest = torch.zeros(len(work.schedule), 2, device=self.features.device)
-        self.all_tokens = torch.cat([t.flatten() for t in run.tokens])
-        parts = self.all_tokens.split([t.numel() for t in run.tokens])
-        self.tokens = [part.view(t.shape) for part, t in zip(parts, run.tokens, strict=True)]
-        self.draws = FixedDraws(work.draws)
-        self.memory = TokenCaches(Places(work.schedule))
-        self.numbers: dict[str, Tensor] = {}
-        self.experience: dict[str, Any] = {}
-        self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
-        self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
-        self.graphs: dict[Hashable, dict[tuple[int, ...], Captured]] = {}  # by their slots
-        self.decoding: tuple[Any, Tensor, Tensor] | None = None  # a graph, the maps it reads, the pictures it makes
-
-    def load(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
-        """Put what a call begins with to the fixed places, and let it work there."""
-        assert isinstance(work.draws, PerImageDraws)
-        for place, given in zip(self.inputs, inputs, strict=True):
-            if place is not None and given is not None:
-                place.copy_(given)
-        graph, state = self.beginning
-        graph.replay()
-        self.draws.begin(work.draws)
-        self.features.zero_()
-        self.used = [0] * len(self.kv)
-        self.memory.remember({})
-        work.policy.memory, work.policy.numbers = self.memory, self.numbers
-        work.policy.experience = self.experience
-        kv = [LayerCache.over(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
-        self.all_tokens.fill_(-1)
-        return Run(work.backbone, state, self.features, work.schedule, guided, kv, self.tokens)
-
-    def make_room(self, tokens: Sequence[int], kv: Sequence[LayerCache]) -> bool:
-        """For so many tokens more in the cache of each layer. Whether it grew: then no graph knows its places."""
-        grown = False
-        for n, cache in enumerate(kv):
-            missing = self.used[n] + tokens[n] - cache.k.shape[2]
-            if missing <= 0:
-                continue
-            more = (0, 0, 0, max(missing, cache.k.shape[2] // 2))
-            if cache.k.data_ptr() != self.kv[n][0].data_ptr():  # some rows have left, and the others moved together
-                cache.k, cache.v = (torch.nn.functional.pad(t, more) for t in (cache.k, cache.v))
-                continue
-            k, v = (torch.nn.functional.pad(t, more) for t in self.kv[n])
-            self.kv[n], rows = (k, v), len(cache.k)
-            cache.k, cache.v = k[:rows], v[:rows]
-            grown = True
-        if grown:
-            wait_for(self.features.device)  # a graph may still be at work
-            self.graphs.clear()
-        return grown
-
-    def save(self) -> None:
-        for place, now in zip(self.before, (self.features, self.lengths), strict=True):
-            place.copy_(now)
-
-    def go_back(self) -> None:
-        """To where `save` was called: as if the scale had not been run."""
-        for place, now in zip(self.before, (self.features, self.lengths), strict=True):
-            now.copy_(place)
 
 
 class Graphs(Eager):
@@ -239,9 +136,13 @@ class Graphs(Eager):
         if self.program is None or self.key != key:
             self.program = None  # frees the old one first
             run = super().open(work, inputs, images, guided)
-            share = 1.0 if passive(work.policy) else SHARE
-            run.reserve(work.backbone.context + math.ceil(share * work.schedule.tokens))
-            self.key, self.program = key, Program(work, inputs, run)
+            tokens = work.backbone.context + work.schedule.tokens
+            if passive(work.policy):
+                self.key, self.program = key, Program(work, inputs, run)
+                self.program.settle([tokens] * work.backbone.depth)
+            else:
+                run.reserve(math.ceil(SHARE * tokens))
+                self.key, self.program = key, Program(work, inputs, run)
             self.program.beginning = self.record_state(work, self.program)
         return self.program.load(work, inputs, images, guided)
 
@@ -279,7 +180,7 @@ class Graphs(Eager):
         program.draws.refill(scale.index, everyone)
         work = dataclasses.replace(work, draws=program.draws)
         remembered = program.memory.entries()
-        key = (scale.index, rows, plan.variant, plan.needs, tuple(used_of(kv)))
+        key = (scale.index, rows, plan.variant, plan.needs, tuple(used_of(kv)), work.watched)
         need = plan.slots
         self.scales += bool(need)
         while True:
@@ -345,6 +246,9 @@ class Graphs(Eager):
             program.tokens[scale.index].copy_(step.tokens)
             told = told or Told(step.report)
             told.write(step.report)
+            if not work.watched:  # nobody asks for them, and they would take the memory of every scale
+                nothing = step.logits.new_empty(0)
+                step = dataclasses.replace(step, logits=nothing, raw=nothing, hidden=nothing)
             return Recorded(step, Chosen.of(step.stats.chosen), told, program.memory.entries(), used_of(kv))
 
         self.captured += 1
@@ -389,22 +293,40 @@ class Graphs(Eager):
         if program is None or features.shape != program.features.shape or not features.is_cuda:
             return self.fast_decode(tokenizer, features)
         if program.decoding is None:
-            place = features.clone()
-            pictures = self.fast_decode(tokenizer, place)  # measures, loads
-            graph = torch.cuda.CUDAGraph()
-            # All scales have been run, so the memory of their graphs can be used again.
-            with torch.inference_mode(), torch.cuda.graph(graph, pool=program.pool):
-                pictures = self.fast_decode(tokenizer, place)
-            program.decoding = graph, place, pictures
+            if not program.settled:  # nothing was captured, and nothing will be gained
+                return self.fast_decode(tokenizer, features)
+            program.decoding = self.record_decoding(program, tokenizer, features)
         graph, place, pictures = program.decoding
         place.copy_(features)
         graph.replay()
         return pictures.clone()
 
+    def record_decoding(
+        self, program: Program, tokenizer: ImageTokenizer, features: Tensor
+    ) -> tuple[Any, Tensor, Tensor]:
+        """A graph, the maps it reads, the pictures it makes. It works in the memory of the caches."""
+        place = features.clone()
+        pictures = self.fast_decode(tokenizer, place)  # measures, loads
+        program.graphs.clear()  # the caches may not come back to where they were
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        with torch.inference_mode(), program.arena.lent() as pool, torch.cuda.stream(side):
+            graph = Pieces(pool)
+            graph.begin()
+            try:
+                pictures.copy_(self.fast_decode(tokenizer, place))
+            finally:
+                graph.end()
+        torch.cuda.current_stream().wait_stream(side)
+        return graph, place, pictures
+
     def close(self, work: Work, run: Run) -> None:
         if not self.unread or self.program is None:
             return
         run.features = run.features.clone()  # else the next call would write into them
+        if not self.program.settled:
+            run.kv.clear()
+            self.program.settle(self.program.needed())
         largest = self.program.largest.tolist()
         for scale in self.unread:
             guided, raw = largest[scale.index]

@@ -1,0 +1,189 @@
+"""What belongs to one shape of call when its scales are CUDA graphs: fixed places, and the graphs that know them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nextscale.devices import wait_for
+from nextscale.draws import FixedDraws, PerImageDraws
+from nextscale.kv import LayerCache
+from nextscale.methods.residual import Places, TokenCaches
+from nextscale.run import Run
+from nextscale.runtime.eager import Work
+
+if TYPE_CHECKING:
+    from nextscale.runtime.graphs import Captured
+
+SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
+SPARE = 1.15  # times what the first call needed of it: what is kept for the others
+SHORT = 4096  # numbers of a report
+ALIGNED = 256  # bytes
+
+Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
+
+
+class Told:
+    """What a scale reports. Short parts end in memory that the host reads without asking the device once more."""
+
+    def __init__(self, report: dict[str, Tensor]) -> None:
+        self.long = {name: told for name, told in report.items() if told.numel() > SHORT}
+        self.shapes = {name: told.shape for name, told in report.items() if name not in self.long}
+        numbers = sum(shape.numel() for shape in self.shapes.values())
+        pinned = any(told.is_cuda for told in report.values())
+        self.host = torch.empty(numbers, dtype=torch.float64, pin_memory=pinned)
+
+    def write(self, report: dict[str, Tensor]) -> None:
+        self.long = {name: report[name] for name in self.long}
+        if self.shapes:
+            numbers = torch.cat([report[name].double().flatten() for name in self.shapes])
+            self.host.copy_(numbers, non_blocking=True)
+
+    def read(self) -> dict[str, Tensor]:
+        """After the device has written."""
+        parts = self.host.clone().split([shape.numel() for shape in self.shapes.values()])
+        short = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return short | {name: told.clone() for name, told in self.long.items()}
+
+
+class Arena:
+    """Memory that belongs to the caches while scales are run, and to the decoder afterwards."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pool = torch.cuda.MemPool() if device.type == "cuda" else None
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def divide(self, like: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+        """Tensors of these shapes, one behind the other. What was there before is gone."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // ALIGNED) * ALIGNED)
+        self.memory = self.memory.new_empty(0)
+        with self.allocating():
+            self.memory = torch.zeros(starts[-1], dtype=torch.uint8, device=self.memory.device)
+        parts = [self.memory[a : a + size] for a, size in zip(starts, sizes, strict=False)]
+        return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, like, strict=True)]
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        if self.pool is None:
+            yield
+        else:
+            with torch.cuda.use_mem_pool(self.pool):
+                yield
+
+    @contextmanager
+    def lent(self) -> Iterator[Any]:
+        """While a graph is captured that uses this memory when nothing else does: gives the pool it has to take."""
+        storage = self.memory.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        try:
+            yield None if self.pool is None else self.pool.id
+        finally:
+            with self.allocating():
+                storage.resize_(size)
+
+
+class Program:
+    """Everything of one shape of call, at fixed places."""
+
+    def __init__(self, work: Work, inputs: Inputs, run: Run) -> None:
+        assert isinstance(work.draws, PerImageDraws)
+        self.inputs: Inputs = tuple(None if t is None else t.clone() for t in inputs)
+        self.features = run.features
+        self.kv = [(cache.k, cache.v) for cache in run.kv]
+        self.used = [0] * len(self.kv)  # entries of each layer at most, in the call at work
+        rows = len(run.kv[0].k)
+        self.lengths = torch.zeros(len(self.kv), rows, dtype=torch.long, device=self.features.device)
+        self.before = self.features.clone(), self.lengths.clone()
+        # The largest logit of each scale, after and before guidance: NaN or infinite if any is.
+        self.largest = torch.zeros(len(work.schedule), 2, device=self.features.device)
+        self.all_tokens = torch.cat([t.flatten() for t in run.tokens])
+        parts = self.all_tokens.split([t.numel() for t in run.tokens])
+        self.tokens = [part.view(t.shape) for part, t in zip(parts, run.tokens, strict=True)]
+        self.draws = FixedDraws(work.draws)
+        self.memory = TokenCaches(Places(work.schedule))
+        self.numbers: dict[str, Tensor] = {}
+        self.experience: dict[str, Any] = {}
+        self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
+        self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
+        self.graphs: dict[Hashable, dict[tuple[int, ...], Captured]] = {}  # by their slots
+        self.decoding: tuple[Any, Tensor, Tensor] | None = None  # a graph, the maps it reads, the pictures it makes
+        self.arena = Arena(self.features.device)
+        self.settled = False
+
+    def load(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
+        """Put what a call begins with to the fixed places, and let it work there."""
+        assert isinstance(work.draws, PerImageDraws)
+        for place, given in zip(self.inputs, inputs, strict=True):
+            if place is not None and given is not None:
+                place.copy_(given)
+        graph, state = self.beginning
+        graph.replay()
+        self.draws.begin(work.draws)
+        self.features.zero_()
+        self.used = [0] * len(self.kv)
+        self.memory.remember({})
+        work.policy.memory, work.policy.numbers = self.memory, self.numbers
+        work.policy.experience = self.experience
+        kv = [LayerCache.over(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
+        self.all_tokens.fill_(-1)
+        return Run(work.backbone, state, self.features, work.schedule, guided, kv, self.tokens)
+
+    def make_room(self, tokens: Sequence[int], kv: Sequence[LayerCache]) -> bool:
+        """For so many tokens more in the cache of each layer. Whether it grew: then no graph knows its places."""
+        grown = False
+        for n, cache in enumerate(kv):
+            missing = self.used[n] + tokens[n] - cache.k.shape[2]
+            if missing <= 0:
+                continue
+            more = (0, 0, 0, max(missing, cache.k.shape[2] // (8 if self.settled else 2)))
+            if cache.k.data_ptr() != self.kv[n][0].data_ptr():  # some rows have left, and the others moved together
+                cache.k, cache.v = (torch.nn.functional.pad(t, more) for t in (cache.k, cache.v))
+                continue
+            k, v = (torch.nn.functional.pad(t, more) for t in self.kv[n])
+            self.kv[n], rows = (k, v), len(cache.k)
+            cache.k, cache.v = k[:rows], v[:rows]
+            grown = True
+        if grown:
+            wait_for(self.features.device)  # a graph may still be at work
+            self.graphs.clear()
+        return grown
+
+    def needed(self) -> list[int]:
+        """Room that a call like the last one needs in the cache of each layer."""
+        return [-(-math.ceil(used * SPARE) // 64) * 64 for used in self.used]
+
+    def settle(self, rooms: Sequence[int]) -> None:
+        """It is known how large the caches have to be: put them side by side. No graph knows them there."""
+        self.settled = True
+        places = self.memory.places
+        assert places is not None
+        kv = [(*k.shape[:2], room, k.shape[3]) for (k, _), room in zip(self.kv, rooms, strict=True)]
+        dtype, names = self.kv[0][0].dtype, list(places.tensors)
+        like: list[tuple[Sequence[int], torch.dtype]] = [(shape, dtype) for shape in kv for _ in "kv"]
+        like += [(places.tensors[name].shape, places.tensors[name].dtype) for name in names]
+        wait_for(self.features.device)  # a graph may still be at work
+        self.graphs.clear()
+        self.kv.clear()
+        places.tensors.clear()
+        self.memory.remember({})
+        found = iter(self.arena.divide(like))
+        self.kv = [(next(found), next(found)) for _ in kv]
+        places.tensors.update({name: next(found) for name in names})
+
+    def save(self) -> None:
+        for place, now in zip(self.before, (self.features, self.lengths), strict=True):
+            place.copy_(now)
+
+    def go_back(self) -> None:
+        """To where `save` was called: as if the scale had not been run."""
+        for place, now in zip(self.before, (self.features, self.lengths), strict=True):
+            now.copy_(place)
