@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 TOKENS, STEP = 32, 64  # tokens and channels that a program holds at once
-PROGRAMS = 528  # that keep a large GPU busy
+PROGRAMS = 264  # that run at once on a large GPU
 FEW = 8  # tokens of a program that puts the parts together
 
 
@@ -25,7 +25,7 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> Tensor:
     groups = triton.cdiv(tokens, TOKENS)
     # Not by the number of images: a batch must give exactly what its images give.
     parts = 1
-    while parts * groups < PROGRAMS and channels % (2 * parts * STEP) == 0:
+    while 2 * parts * groups <= PROGRAMS and channels % (2 * parts * STEP) == 0:
         parts *= 2
     block = max(triton.next_power_of_2(bits), 16)
     sums = torch.empty(parts, images, tokens, block + 16, dtype=torch.float32, device=x.device)

@@ -114,8 +114,9 @@ class NOVAPolicy(CachedPolicy):
     # Between scales, on the host
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
-        self._read_entropies()
         t = scale.index + 1
+        if t > self.method.t_est:  # before, nothing depends on them, and the device need not be waited for
+            self._read_entropies()
         self.ratio[t] = [self._ratio(g, t) for g in self.growth]
         if self.ratio[t] != self.ratio.get(t - 1):
             self.scale_ratio = self.told("ratio", self.ratio[t])
@@ -129,7 +130,6 @@ class NOVAPolicy(CachedPolicy):
             else frozenset()
         )
         reduced = tuple(ratio > 0 for ratio in self.ratio[t])
-        self.notes = None
         looks = any(reduced) or self.records(scale)
         plan = dataclasses.replace(super().begin_scale(scale), needs=needs, looks=looks, variant=reduced)
         return dataclasses.replace(plan, slots=self._slots(scale) if any(reduced) else ())
@@ -253,6 +253,8 @@ class NOVAPolicy(CachedPolicy):
 
     def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
         m, rows, scale = self.method, stats.rows, stats.scale
+        if not any(self.ratio[scale.index + 1][image] for image in rows.which):
+            self.notes = None  # those of an earlier scale
         seen = logits if m.entropy_of == "guided" else raw[: rows.images]
         entropy = stats.token_entropy(seen, m.unit)
         if self.computed is not None:  # elsewhere the newest that is known still holds

@@ -148,9 +148,15 @@ class Graphs(Eager):
 
     def record_state(self, work: Work, program: Program) -> tuple[Any, Any]:
         """A graph that makes the state from its inputs. It has been made before, so nothing is left to compile."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=program.pool):
-            state = work.backbone.prepare(program.inputs, work.schedule)
+        graph = Pieces(program.pool)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(program.side):
+            graph.begin()
+            try:
+                state = work.backbone.prepare(program.inputs, work.schedule)
+            finally:
+                graph.end()
+        torch.cuda.synchronize()
         return graph, state
 
     def run_scale(
@@ -199,10 +205,12 @@ class Graphs(Eager):
             program.draws.refill(scale.index + 1, everyone)
             stats = Stats(scale, rows, made.step.stats.lens, made.chosen.copied(), context=made.step.stats.context)
             maps = program.features.clone() if work.watched else program.features
-            if made.told.shapes:
-                self.wait(program)
+            if not need:  # nothing has to be known before the policy asks
+                report, wanted = made.told.later(), []
+                break
+            self.wait(program)
             report = made.told.read()
-            wanted = [int(n) for n in report["wanted"].tolist()] if need else []
+            wanted = [int(n) for n in report["wanted"].tolist()]
             if all(map(operator.le, wanted, self.slots)):
                 break
             self.again += 1
@@ -258,7 +266,7 @@ class Graphs(Eager):
 
     def record(self, run: Callable[[], Recorded], program: Program) -> tuple[Any, Recorded]:
         """A graph whose replay is `run` with its maps put to their fixed place, and what `run` returns."""
-        side = torch.cuda.Stream()
+        side = program.side
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles, measures, loads: nothing of that may be captured
             run()
@@ -309,15 +317,14 @@ class Graphs(Eager):
         pictures = self.fast_decode(tokenizer, place)  # measures, loads
         program.graphs.clear()  # the caches may not come back to where they were
         torch.cuda.synchronize()
-        side = torch.cuda.Stream()
-        with torch.inference_mode(), program.arena.lent() as pool, torch.cuda.stream(side):
+        with torch.inference_mode(), program.arena.lent() as pool, torch.cuda.stream(program.side):
             graph = Pieces(pool)
             graph.begin()
             try:
                 pictures.copy_(self.fast_decode(tokenizer, place))
             finally:
                 graph.end()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
         return graph, place, pictures
 
     def close(self, work: Work, run: Run) -> None:

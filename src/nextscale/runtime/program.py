@@ -32,6 +32,7 @@ class Told:
     """What a scale reports. Short parts end in memory that the host reads without asking the device once more."""
 
     def __init__(self, report: dict[str, Tensor]) -> None:
+        self.report = report
         self.long = {name: told for name, told in report.items() if told.numel() > SHORT}
         self.shapes = {name: told.shape for name, told in report.items() if name not in self.long}
         numbers = sum(shape.numel() for shape in self.shapes.values())
@@ -39,10 +40,14 @@ class Told:
         self.host = torch.empty(numbers, dtype=torch.float64, pin_memory=pinned)
 
     def write(self, report: dict[str, Tensor]) -> None:
-        self.long = {name: report[name] for name in self.long}
+        self.report, self.long = report, {name: report[name] for name in self.long}
         if self.shapes:
             numbers = torch.cat([report[name].double().flatten() for name in self.shapes])
             self.host.copy_(numbers, non_blocking=True)
+
+    def later(self) -> dict[str, Tensor]:
+        """On the device: whoever looks at them waits."""
+        return {name: told.clone() for name, told in self.report.items()}
 
     def read(self) -> dict[str, Tensor]:
         """After the device has written."""
@@ -54,8 +59,9 @@ class Told:
 class Arena:
     """Memory that belongs to the caches while scales are run, and to the decoder afterwards."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, side: Any) -> None:
         self.pool = torch.cuda.MemPool() if device.type == "cuda" else None
+        self.side = side
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def divide(self, like: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
@@ -67,6 +73,7 @@ class Arena:
         self.memory = self.memory.new_empty(0)
         with self.allocating():
             self.memory = torch.zeros(starts[-1], dtype=torch.uint8, device=self.memory.device)
+        wait_for(self.memory.device)
         parts = [self.memory[a : a + size] for a, size in zip(starts, sizes, strict=False)]
         return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, like, strict=True)]
 
@@ -75,7 +82,8 @@ class Arena:
         if self.pool is None:
             yield
         else:
-            with torch.cuda.use_mem_pool(self.pool):
+            # torch gives freed memory only to the stream that it was taken for.
+            with torch.cuda.stream(self.side), torch.cuda.use_mem_pool(self.pool):
                 yield
 
     @contextmanager
@@ -83,7 +91,8 @@ class Arena:
         """While a graph is captured that uses this memory when nothing else does: gives the pool it has to take."""
         storage = self.memory.untyped_storage()
         size = storage.nbytes()
-        storage.resize_(0)
+        with self.allocating():
+            storage.resize_(0)
         try:
             yield None if self.pool is None else self.pool.id
         finally:
@@ -112,11 +121,13 @@ class Program:
         self.memory = TokenCaches(Places(work.schedule))
         self.numbers: dict[str, Tensor] = {}
         self.experience: dict[str, Any] = {}
+        # Graphs share their memory, which torch only allows those that were captured on one stream.
+        self.side: Any = torch.cuda.Stream() if self.features.is_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
         self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
         self.graphs: dict[Hashable, dict[tuple[int, ...], Captured]] = {}  # by their slots
         self.decoding: tuple[Any, Tensor, Tensor] | None = None  # a graph, the maps it reads, the pictures it makes
-        self.arena = Arena(self.features.device)
+        self.arena = Arena(self.features.device, self.side)
         self.settled = False
 
     def load(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
@@ -175,6 +186,8 @@ class Program:
         self.kv.clear()
         places.tensors.clear()
         self.memory.remember({})
+        if self.side is not None:
+            torch.cuda.empty_cache()  # of what was too small or too large
         found = iter(self.arena.divide(like))
         self.kv = [(next(found), next(found)) for _ in kv]
         places.tensors.update({name: next(found) for name in names})
