@@ -38,6 +38,7 @@ from nextscale.methods import NOVA
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Context, Policy
 from nextscale.methods.nova import NOVAPolicy
+from nextscale.models.quantize import to_fp8
 from nextscale.pipeline import Pipeline
 from nextscale.runtime import make_executor
 from nextscale.schedule import Scale
@@ -155,6 +156,7 @@ def measure(
     ran = [now - then for now, then in zip(reruns(pipe), before, strict=True)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(schedule) + 1)]
     marks = iter(events[1:])
+    pipe(**call, seed=0, callback_on_scale_end=lambda end: None)  # what a callback sees is captured by itself
     events[0].record()
     made = pipe(**call, seed=0, callback_on_scale_end=lambda end: next(marks).record())
     torch.cuda.synchronize()
@@ -227,6 +229,7 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="+", default=["none", "nova:t*=7,spread=0.15", "nova:t*=7,spread=0"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--size", default="1M", help="pixel budget: 1M, or 4M for 2048 x 2048")
+    parser.add_argument("--quantize", choices=["fp8"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="also the kernels that take most time")
@@ -246,6 +249,9 @@ def main() -> None:
     rows = []
     for name in options.models.split(","):
         pipe = random_pipeline(name, "bfloat16")
+        if options.quantize:
+            to_fp8(pipe.backbone)
+            name += " fp8"
         for runtime in options.runtimes.split(","):
             for images in map(int, options.batches.split(",")):
                 for ratios in options.ratios:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from nextscale.entropy import attention_entropy, token_entropy
 from nextscale.kernels.attention import attend, reference, runs_on
+from nextscale.kernels.fp8 import FP8Linear, round_rows
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.keys import stores
 from nextscale.kernels.lens import BitHead, fused_lens, looks
@@ -135,11 +136,31 @@ def test_a_stream_is_summed_by_the_norm_that_reads_it(device: str, norm, gated: 
 def test_a_linear_layer_for_few_rows(device: str, rows) -> None:
     torch.manual_seed(0)
     x = torch.randn(*rows, 1024, device=device).to(dtype_of(device))
-    weight, bias = (torch.randn(*shape, device=device).to(x.dtype) for shape in ((128, 1024), (128,)))
-    found = linear_for_sum(x, weight, bias)
+    layer = nn.Linear(1024, 128).to(x)
+    found = linear_for_sum(x, layer)
     assert isinstance(found, Parts) == (device == "cuda" and rows != (2, 65))
     total = found.total() if isinstance(found, Parts) else found
-    assert off(total, F.linear(x.double(), weight.double(), bias.double())) < 0.01
+    assert off(total, layer.double()(x.double())) < 0.01
+
+
+@on_both
+@torch.no_grad()
+def test_a_linear_layer_in_8_bits(device: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 96).to(device=device, dtype=torch.bfloat16)
+    layer.weight[:8] *= 100  # every channel has a factor of its own
+    x = torch.randn(2, 5, 256, device=device, dtype=torch.bfloat16) * torch.logspace(-3, 3, 5, device=device)[:, None]
+    x = x.bfloat16()
+    small = FP8Linear(layer)
+    assert small.weight.dtype == torch.float8_e4m3fn
+    expected = layer(x.float().bfloat16()).float()
+    rows = (small(x).float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert rows.max() < 0.05, "three bits and a half of the numbers are left, and errors average out"
+    other = torch.randn(96, device=device, dtype=torch.bfloat16)
+    assert off(small(x, other) - other, small(x) - layer.bias) < 0.02
+    rounded, factor = round_rows(torch.zeros(3, 32, device=device, dtype=torch.bfloat16))
+    assert not rounded.float().any()
+    assert torch.isfinite(factor).all()
 
 
 RULES = [Linkage(True), Linkage(True, 1, 0.3), Linkage(False), Linkage(True, given=0.15), Linkage(True, given=-0.9)]
@@ -270,8 +291,8 @@ def test_group_norm(device: str, channels: int, side: int, silu: bool) -> None:
 @on_both
 def test_linear_with_gelu(device: str) -> None:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(2, 7, 64), torch.randn(96, 64) / 8, torch.randn(96)
-    exact = F.gelu(F.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
+    x, layer = torch.randn(2, 7, 64), nn.Linear(64, 96)
+    exact = F.gelu(F.linear(x.double(), layer.weight.double(), layer.bias.double()), approximate="tanh")
     with torch.no_grad():
-        found = linear_gelu(*(t.to(device, dtype_of(device)) for t in (x, weight, bias)))
+        found = linear_gelu(x.to(device, dtype_of(device)), layer.to(device, dtype_of(device)))
     assert off(found.cpu(), exact) < 0.01

@@ -370,3 +370,27 @@ def test_graphs_without_a_gpu(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         assert make_executor("graphs", torch.device("cpu")).name == "eager"
     assert "runtime graphs needs a CUDA GPU, not cpu; the pictures are made with runtime eager" in caplog.text
+
+
+class Small(Pretended):
+    """A device whose memory is too small for what it keeps."""
+
+    def run_scale(self, work, scale, *rest):
+        if scale.index == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+        return super().run_scale(work, scale, *rest)
+
+
+def test_out_of_memory(infinity, caplog) -> None:
+    other = copy.copy(infinity)
+    other.executor = Small()
+    with caplog.at_level(logging.WARNING):
+        found = ask(other, 2)
+    assert same_tokens(ask(infinity, 2), found)
+    assert found.trace.to_dict()["runtime"] == "eager"
+    assert "too small for runtime graphs" in caplog.text
+    assert other.executor.program is None
+    sentence = r"ran out of memory for 2 pictures of \d+ tokens \(tried to allocate 2.50 gib\); allowed: fewer pictures"
+    for once in ({"callback_on_scale_end": lambda end: None}, {"generator": torch.Generator(), "seed": None}):
+        with pytest.raises(NextscaleError, match=sentence):
+            ask(other, 2, **once)

@@ -16,7 +16,7 @@ from torch import Tensor
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.load import set_dtype
 from nextscale.devices import as_device, as_dtype, memory_of, name_of, wait_for
-from nextscale.draws import read_draws
+from nextscale.draws import PerImageDraws, read_draws
 from nextscale.errors import NextscaleError, choices
 from nextscale.estimate import GIB, Estimate, estimate
 from nextscale.images import OUTPUT_TYPES, as_output, from_pil
@@ -24,11 +24,12 @@ from nextscale.loop import Callback, ScaleEnd, generate
 from nextscale.methods import METHODS
 from nextscale.methods.base import Context, Method, Policy
 from nextscale.models.base import Backbone
+from nextscale.models.quantize import check_quantize, to_fp8
 from nextscale.models.registry import EMBEDDED, ModelSpec
 from nextscale.progress import bar
 from nextscale.prompts import Prompts, read_labels, read_text
 from nextscale.run import cause_of_nan
-from nextscale.runtime import check_runtime, make_executor
+from nextscale.runtime import check_runtime, make_executor, with_enough_memory
 from nextscale.runtime.eager import Eager
 from nextscale.sampling import Sampling, read_forced
 from nextscale.schedule import EXTENDED, Schedule, Size
@@ -85,6 +86,7 @@ class Pipeline:
         local_files_only: bool = False,
         progress_bar: bool | None = None,
         runtime: str = "eager",
+        quantize: str | None = None,
         torch_dtype: torch.dtype | str | None = None,
         device_map: torch.device | str | None = None,
     ) -> Pipeline:
@@ -95,15 +97,19 @@ class Pipeline:
         `model` says which model the files are where their shapes leave a choice, `vae` where the tokenizer is if
         not beside them, `text_encoder` which T5 or Qwen2 to use. `dtype` is that of the matrix products (float32 unless
         told); `torch_dtype` and `device_map` are other spellings of `dtype` and `device`. `runtime` is "eager",
-        "compiled" or "graphs" (CUDA graphs: the first call of every size takes a minute, all others are fast).
+        "compiled" or "graphs" (CUDA graphs: the first calls of every size take half a minute, all others are fast).
+        `quantize="fp8"` rounds the weights of blocks, and what enters them, to 8 bits on a GPU that multiplies them.
         """
         check_runtime(runtime)
         hub = locate.Hub(revision, token, local_files_only)
         target = as_dtype(dtype or torch_dtype or torch.float32)
         where = as_device(device or device_map or "cpu")
+        check_quantize(quantize, where)
         plan = pretrained.read(locate.locate(source, model, vae, hub))
         with bar(f"load {plan.spec.name}", plan.nbytes, progress_bar, data=True) as advance:
             backbone, tokenizer = plan.build(target, where, advance)
+        if quantize is not None:
+            to_fp8(backbone)
         encoder = text_encoder or plan.build_text(where)
         if isinstance(encoder, (str, Path)) or (encoder is None and plan.spec.text_encoder):
             options: dict[str, Any] = {"token": token, "local_files_only": local_files_only}
@@ -211,54 +217,60 @@ class Pipeline:
         encoded = time.perf_counter()
 
         context = self.context(prompts.images, schedule, sampling)
-        policy = Policy(context) if method is None else method.start(context)
         header = {
             "nextscale": __version__,
             "model": self.spec.name,
             "dtype": name_of(self.dtype),
             "device": str(self.device),
-            "runtime": self.executor.name,
             "method": {"name": "none", "fields": {}} if method is None else method.to_dict(),
         }
-        trace = Trace(Costs.of(self.backbone), schedule, prompts.traced(seeds), sampling.guided_until, header)
-        with bar(self.spec.name, len(schedule), self.progress_bar) as advance:
+        traced, guided_until = prompts.traced(seeds), sampling.guided_until
 
-            def after(end: ScaleEnd) -> bool | Tensor | None:
-                advance(1)
-                if callback_on_scale_end is None:
-                    return None
-                return callback_on_scale_end(end.copied() if self.executor.overwrites else end)
+        def make(executor: Eager) -> Output:
+            policy = Policy(context) if method is None else method.start(context)
+            trace = Trace(Costs.of(self.backbone), schedule, traced, guided_until, header | {"runtime": executor.name})
+            with bar(self.spec.name, len(schedule), self.progress_bar) as advance:
 
-            nobody = callback_on_scale_end is None and self.progress_bar is False
+                def after(end: ScaleEnd) -> bool | Tensor | None:
+                    advance(1)
+                    if callback_on_scale_end is None:
+                        return None
+                    return callback_on_scale_end(end.copied() if executor.overwrites else end)
 
-            run = generate(
-                self.backbone,
-                self.tokenizer,
-                condition,
-                schedule,
-                sampling,
-                draws,
-                policy,
-                prompts.images,
-                trace,
-                forced,
-                None if nobody else after,
-                self.executor,
-            )
-        run.release()
-        wait_for(self.device)
-        generated = time.perf_counter()
-        features = run.features.clone()  # outside inference mode, so that users may write into it
-        images = features if output_type == "latent" else as_output(self.decode(features, self.executor), output_type)
-        wait_for(self.device)
-        done = time.perf_counter()
-        trace.seconds = {
-            "text": encoded - started,
-            "transformer": generated - encoded,
-            "decode": done - generated,
-            "total": done - started,
-        }
-        return Output(images, trace, [tokens.clone() for tokens in run.tokens], seeds)
+                nobody = callback_on_scale_end is None and self.progress_bar is False
+                run = generate(
+                    self.backbone,
+                    self.tokenizer,
+                    condition,
+                    schedule,
+                    sampling,
+                    draws,
+                    policy,
+                    prompts.images,
+                    trace,
+                    forced,
+                    None if nobody else after,
+                    executor,
+                )
+            run.release()
+            wait_for(self.device)
+            generated = time.perf_counter()
+            features = run.features.clone()  # outside inference mode, so that users may write into it
+            latent = output_type == "latent"
+            images = features if latent else as_output(self.decode(features, executor), output_type)
+            wait_for(self.device)
+            done = time.perf_counter()
+            trace.seconds = {
+                "text": encoded - started,
+                "transformer": generated - encoded,
+                "decode": done - generated,
+                "total": done - started,
+            }
+            return Output(images, trace, [tokens.clone() for tokens in run.tokens], seeds)
+
+        # A second try must not call the user again, nor draw from the user's generator once more.
+        again = callback_on_scale_end is None and isinstance(draws, PerImageDraws)
+        return with_enough_memory(make, self.executor, again, prompts.images, schedule)
 
     def context(self, images: int, schedule: Schedule, sampling: Sampling) -> Context:
         """What a method may know of a call."""

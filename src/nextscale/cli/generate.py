@@ -46,6 +46,7 @@ def generate(
     runtime: Annotated[str, typer.Option(help="eager, compiled or graphs; for one picture eager starts fastest.")] = (
         "eager"
     ),
+    quantize: Annotated[str | None, typer.Option(help="fp8: 8-bit weights, on an Ada or Hopper GPU.")] = None,
     revision: Revision = None,
     preview: Annotated[
         Path | None, typer.Option(help="Write the picture as it is after every scale into this folder.")
@@ -74,6 +75,7 @@ def generate(
         device=device,
         revision=revision,
         runtime=runtime,
+        quantize=quantize,
         progress_bar=False if quiet else None,
     )
     result = pipe(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def linear_gelu(x: Tensor, layer: nn.Module) -> Tensor:
     """GELU by its tanh formula, of x [..., C]."""
     fits = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
-    return _fused(x, weight, bias) if fits else F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    if fits and isinstance(layer, nn.Linear):
+        return _fused(x, layer.weight, layer.bias)
+    return F.gelu(layer(x), approximate="tanh")
 
 
 @torch.library.custom_op("nextscale::linear_gelu", mutates_args=())

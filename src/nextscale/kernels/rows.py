@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 try:
     from nextscale.kernels.rows_triton import fused_parts
@@ -33,11 +32,11 @@ class Parts(NamedTuple):
         return result if self.bias is None else result + self.bias
 
 
-def linear_for_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Parts:
+def linear_for_sum(x: Tensor, layer: nn.Module) -> Tensor | Parts:
     """Of x [R, K, C]."""
-    if not shares(x, weight):
-        return F.linear(x, weight, bias)
-    return Parts(fused_parts(x, weight, PARTS, BLOCK_OUT, BLOCK_IN), bias)
+    if not isinstance(layer, nn.Linear) or not shares(x, layer.weight):
+        return layer(x)
+    return Parts(fused_parts(x, layer.weight, PARTS, BLOCK_OUT, BLOCK_IN), layer.bias)
 
 
 def shares(x: Tensor, weight: Tensor) -> bool:

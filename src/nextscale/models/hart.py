@@ -82,7 +82,7 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor | Parts:
-        return linear_for_sum(F.silu(self.gate(x)) * self.up(x), self.down.weight, None)
+        return linear_for_sum(F.silu(self.gate(x)) * self.up(x), self.down)
 
 
 class HARTBlock(Block):
@@ -104,7 +104,7 @@ class HARTBlock(Block):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.mlp.gate.weight.dtype
+        return self.attn.q_bias.dtype
 
 
 class HART(Backbone):

@@ -110,7 +110,7 @@ class TextAttention(nn.Module):
         else:
             out = attention(q, k, v, scale, mask)
         if self.rounded:
-            out = out.bfloat16().to(self.proj.weight.dtype)
+            out = out.bfloat16().to(self.v_bias.dtype)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -129,7 +129,7 @@ class InfinityBlock(ModulatedBlock):
             norm = self.cross_norm
             normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.dtype)
             seen = self.cross(normed, given.keys, given.values, given.mask, given.lengths)
-            stream.add(linear_for_sum(seen, self.cross.proj.weight, self.cross.proj.bias))
+            stream.add(linear_for_sum(seen, self.cross.proj))
         else:
             super().part(name, stream, given)
 

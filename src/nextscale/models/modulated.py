@@ -41,7 +41,7 @@ class ModulatedBlock(Block):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.mlp.fc1.weight.dtype
+        return self.attn.q_bias.dtype
 
     def ask(self, stream: Stream, given: Any) -> Tensor:
         _, _, scale, _, shift, _ = given.modulation.unbind(2)

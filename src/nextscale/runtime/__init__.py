@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -10,8 +13,10 @@ from nextscale.errors import NextscaleError, choices
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.eager import Eager
 from nextscale.runtime.graphs import Graphs
+from nextscale.schedule import Schedule
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RUNTIMES: dict[str, type[Eager]] = {kind.name: kind for kind in (Eager, Compiled, Graphs)}
 OLDEST = (7, 0)  # of the GPUs that Triton, and so torch.compile, writes code for
@@ -29,6 +34,32 @@ def make_executor(runtime: str, device: torch.device) -> Eager:
         logger.warning("runtime %s needs %s; the pictures are made with runtime eager", runtime, missing)
         return Eager()
     return RUNTIMES[runtime]()
+
+
+def with_enough_memory(make: Callable[[Eager], T], executor: Eager, again: bool, images: int, schedule: Schedule) -> T:
+    """What `make` makes. If memory runs out, the eager runtime, which keeps nothing between calls, has a try."""
+    try:
+        return make(executor)
+    except torch.OutOfMemoryError as error:
+        executor.forget()
+        if not again or type(executor) is Eager:
+            raise out_of_memory(error, images, schedule) from None
+    torch.cuda.empty_cache()
+    logger.warning("the GPU's memory is too small for runtime %s here; made with runtime eager", executor.name)
+    try:
+        return make(Eager())
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error, images, schedule) from None
+
+
+def out_of_memory(error: Exception, images: int, schedule: Schedule) -> NextscaleError:
+    asked = re.search(r"Tried to allocate [\d.]+ \w+", str(error))
+    pictures = "a picture" if images == 1 else f"{images} pictures"
+    return NextscaleError(
+        f"the device ran out of memory for {pictures} of {schedule.tokens} tokens"
+        f"{' (' + asked.group().lower() + ')' if asked else ''}; "
+        "allowed: fewer pictures at once, a smaller size, dtype bfloat16, a method that drops tokens"
+    )
 
 
 def why_missing(runtime: str, device: torch.device) -> str:

@@ -85,6 +85,9 @@ class Eager:
         state = work.backbone.prepare(inputs, work.schedule)
         return Run(work.backbone, state, work.tokenizer.blank(images, work.schedule), work.schedule, guided)
 
+    def forget(self) -> None:
+        """Let go of what is kept between calls."""
+
     def layer_done(self, layer: int) -> None:
         """A layer of a scale has been run."""
 

@@ -286,6 +286,10 @@ class Graphs(Eager):
         torch.cuda.current_stream().wait_stream(side)
         return pieces, made
 
+    def forget(self) -> None:
+        self.program = self.key = None
+        self.unread.clear()
+
     def layer_done(self, layer: int) -> None:
         if self.pieces is not None and layer in CUTS:
             self.pieces.end()
