@@ -18,6 +18,28 @@ def fused_rounding(x: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tenso
     return rounded, factor
 
 
+def fused_rescale(y: Tensor, rows: Tensor, channels: Tensor, bias: Tensor | None) -> Tensor:
+    """In place."""
+    block = min(triton.next_power_of_2(y.shape[1]), 2048)
+    grid = (y.shape[0], triton.cdiv(y.shape[1], block))
+    added = y if bias is None else bias
+    _rescale[grid](y, rows, channels, added, y.shape[1], BLOCK=block, BIAS=bias is not None, num_warps=4)
+    return y
+
+
+@triton.jit
+def _rescale(y_at, rows_at, channels_at, bias_at, channels, BLOCK: tl.constexpr, BIAS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = channel < channels
+    at = y_at + row * channels + channel
+    y = tl.load(at, mask=real, other=0.0).to(tl.float32)
+    y *= tl.load(rows_at + row) * tl.load(channels_at + channel, mask=real, other=0.0)
+    if BIAS:
+        y += tl.load(bias_at + channel, mask=real, other=0.0).to(tl.float32)
+    tl.store(at, y.to(y_at.dtype.element_ty), mask=real)
+
+
 @triton.jit
 def _round(x_at, rounded_at, factor_at, channels, largest, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
