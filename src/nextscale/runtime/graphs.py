@@ -319,8 +319,8 @@ class Graphs(Eager):
         """A graph, the maps it reads, the pictures it makes. It works in the memory of the caches."""
         place = features.clone()
         pictures = self.fast_decode(tokenizer, place)  # measures, loads
-        program.graphs.clear()  # the caches may not come back to where they were
         torch.cuda.synchronize()
+        before = program.arena.memory.data_ptr()
         with torch.inference_mode(), program.arena.lent() as pool, torch.cuda.stream(program.side):
             graph = Pieces(pool)
             graph.begin()
@@ -329,6 +329,8 @@ class Graphs(Eager):
             finally:
                 graph.end()
         torch.cuda.synchronize()
+        if program.arena.memory.data_ptr() != before:  # the caches did not come back to where they were
+            program.graphs.clear()
         return graph, place, pictures
 
     def close(self, work: Work, run: Run) -> None:
