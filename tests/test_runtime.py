@@ -375,10 +375,10 @@ def test_graphs_without_a_gpu(caplog) -> None:
 class Small(Pretended):
     """A device whose memory is too small for what it keeps."""
 
-    def run_scale(self, work, scale, *rest):
-        if scale.index == 2:
+    def run_scale(self, work, task, *rest):
+        if task.scale.index == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
-        return super().run_scale(work, scale, *rest)
+        return super().run_scale(work, task, *rest)
 
 
 def test_out_of_memory(infinity, caplog) -> None:

@@ -16,7 +16,7 @@ from nextscale.draws import Draws
 from nextscale.methods.base import Policy
 from nextscale.models.base import Backbone
 from nextscale.run import Run
-from nextscale.runtime.eager import Eager, Work
+from nextscale.runtime.eager import Eager, Task, Work
 from nextscale.sampling import Sampling
 from nextscale.schedule import Scale, Schedule
 from nextscale.tokenizers.base import ImageTokenizer
@@ -77,7 +77,7 @@ def generate(
         rows, state = run.apply(plan, scale)
         if not rows.all:
             continue
-        step = executor.run_scale(work, scale, plan, rows, state, run.features_of(rows.which), run.kv)
+        step = executor.run_scale(work, Task(scale, plan, rows, state), run.features_of(rows.which), run.kv)
         run.store(rows, scale, step.features, step.tokens)
         policy.reported(step.stats, step.report)
         policy.added(run.features, step.stats)

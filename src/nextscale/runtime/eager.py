@@ -47,6 +47,16 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Task:
+    """A scale to be run, and by whom."""
+
+    scale: Scale
+    plan: ScalePlan
+    rows: Rows
+    state: Any  # of these rows
+
+
+@dataclass(frozen=True)
 class Step:
     """What a scale made of the images that ran it."""
 
@@ -98,22 +108,14 @@ class Eager:
         """Maps [B, d, H, W] -> pictures [B, 3, H, W] in [-1, 1]."""
         return tokenizer.decode(features)
 
-    def run_scale(
-        self,
-        work: Work,
-        scale: Scale,
-        plan: ScalePlan,
-        rows: Rows,
-        state: Any,
-        features: Tensor,
-        kv: Sequence[LayerCache],
-    ) -> Step:
+    def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
         """From the maps so far [b, d, H, W] of the images that run to those with this scale in them."""
         backbone, tokenizer, sampling, policy = work.backbone, work.tokenizer, work.sampling, work.policy
+        scale, rows, state = task.scale, task.rows, task.state
         weight = sampling.guidance[scale.index]
         before = rows.spread(tokenizer.inputs(features, scale)) if scale.index else None
         x = backbone.embed(state, before, scale)
-        x, stats = self.run_blocks(work, scale, plan, rows, state, x, kv, weight)
+        x, stats = self.run_blocks(work, task, x, kv, weight)
         x, cell_weight = policy.complete(x, stats)
         raw = self.head(backbone, state, x)
         on_logits = weight if 0 in sampling.guidance_layers else 1.0
@@ -130,18 +132,11 @@ class Eager:
         return Step(features, drawn.tokens, logits, raw, x, stats, policy.report(stats))
 
     def run_blocks(
-        self,
-        work: Work,
-        scale: Scale,
-        plan: ScalePlan,
-        rows: Rows,
-        state: Any,
-        x: Tensor,
-        kv: Sequence[LayerCache],
-        weight: float,
+        self, work: Work, task: Task, x: Tensor, kv: Sequence[LayerCache], weight: float
     ) -> tuple[Tensor, Stats]:
         """x [R, N, C] through all blocks; guidance of this `weight` is also applied after some of them."""
         backbone, policy = work.backbone, work.policy
+        scale, plan, rows, state = task.scale, task.plan, task.rows, task.state
 
         def lens(hidden: Tensor, guided: bool, codes: Tensor | None = None) -> Tensor:
             """The model's own head on a state between two layers."""

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from nextscale.draws import PerImageDraws
 from nextscale.kv import LayerCache
-from nextscale.methods.base import Policy, ScalePlan, Stats
+from nextscale.methods.base import Policy, Stats
 from nextscale.methods.selection import Selection
-from nextscale.run import Rows, Run, not_finite
+from nextscale.run import Run, not_finite
 from nextscale.runtime.decoder import FastDecode
-from nextscale.runtime.eager import Eager, Step, Work
+from nextscale.runtime.eager import Eager, Step, Task, Work
 from nextscale.runtime.program import SHARE, Inputs, Program, Told
 from nextscale.schedule import Scale
 from nextscale.tokenizers.base import ImageTokenizer
@@ -159,17 +159,8 @@ class Graphs(Eager):
         torch.cuda.synchronize()
         return graph, state
 
-    def run_scale(
-        self,
-        work: Work,
-        scale: Scale,
-        plan: ScalePlan,
-        rows: Rows,
-        state: Any,
-        features: Tensor,
-        kv: Sequence[LayerCache],
-    ) -> Step:
-        program = self.program
+    def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
+        program, scale, plan, rows = self.program, task.scale, task.plan, task.rows
         all_tokens = (scale.tokens + (0 if scale.index else work.backbone.context),) * len(kv)
         some = program is not None and rows.images < len(program.features)
         # What a method remembers of pictures that rest lies anywhere: from then on nothing can be captured.
@@ -179,7 +170,7 @@ class Graphs(Eager):
             if program is not None and not self.reason:  # some pictures rest: their rows of the cache are kept
                 program.make_room(all_tokens, kv)
                 program.used = list(map(operator.add, program.used, all_tokens))
-            return super().run_scale(work, scale, plan, rows, state, features, kv)
+            return super().run_scale(work, task, features, kv)
         if features is not program.features:
             program.features.copy_(features)
         everyone = range(len(features))
@@ -198,7 +189,7 @@ class Graphs(Eager):
             captured = graphs.get(self.slots)
             if captured is None:
                 program.save()
-                captured = graphs[self.slots] = self.capture(program, work, scale, plan, rows, state, kv)
+                captured = graphs[self.slots] = self.capture(program, work, task, kv)
             made = captured.made
             captured.graph.replay()
             # While the device is at work: the numbers of the next scale, and what has to outlive it.
@@ -228,30 +219,21 @@ class Graphs(Eager):
         """Until the device has written what it reports."""
         torch.cuda.current_stream(program.features.device).synchronize()
 
-    def capture(
-        self,
-        program: Program,
-        work: Work,
-        scale: Scale,
-        plan: ScalePlan,
-        rows: Rows,
-        state: Any,
-        kv: Sequence[LayerCache],
-    ) -> Captured:
+    def capture(self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache]) -> Captured:
         kv = [copy.copy(cache) for cache in kv]
         before, remembered = used_of(kv), program.memory.entries()
         told: Told | None = None  # its memory has to be there before anything is captured
 
         def run() -> Recorded:
             nonlocal told
-            if plan.slots:
+            if task.plan.slots:
                 program.save()  # there may be too little room
             program.memory.remember(remembered)
             use(kv, before)
-            step = super(Graphs, self).run_scale(work, scale, plan, rows, state, program.features, kv)
+            step = super(Graphs, self).run_scale(work, task, program.features, kv)
             largest = torch.stack([logits.abs().amax() for logits in (step.logits, step.raw)])
-            program.largest[scale.index].copy_(largest)
-            program.tokens[scale.index].copy_(step.tokens)
+            program.largest[task.scale.index].copy_(largest)
+            program.tokens[task.scale.index].copy_(step.tokens)
             told = told or Told(step.report)
             told.write(step.report)
             if not work.watched:  # nobody asks for them, and they would take the memory of every scale

@@ -1,0 +1,93 @@
+"""How well the room for kept tokens is guessed, on the model that comes with the package.
+
+    python benchmarks/room.py [--pictures 24] [--size 0.25M] [--set alpha=0.9 ...]
+
+With CUDA graphs every layer of a reduced scale has room for a number of tokens that is guessed before. A layer that
+wants more makes the scale run twice; room that is not used is computed for nothing. Here NOVA runs eagerly, one picture
+after the other, and each guess is compared with what was kept: no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Any
+
+from nextscale.kernels.linkage import KEPT
+from nextscale.methods import NOVA
+from nextscale.methods.base import Context, Policy, ScalePlan
+from nextscale.methods.nova import NOVAPolicy
+from nextscale.pipeline import Pipeline
+from nextscale.runtime.graphs import enough_room
+from nextscale.schedule import Scale
+
+THINGS = (
+    "fox",
+    "boat",
+    "tree",
+    "cat",
+    "sun",
+    "car",
+    "apple",
+    "bird",
+    "snowman",
+    "fish",
+    "rocket",
+    "dog",
+    "horse",
+    "star",
+)
+PLACES = ("", " on the sea", " under a tree", " under the moon")
+
+
+@dataclass(frozen=True)
+class Guessing(NOVA):
+    """NOVA that learns from call to call, as it does in graphs."""
+
+    experience: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def start(self, context: Context) -> Policy:
+        policy = GuessingPolicy(context, self)
+        policy.experience = self.experience
+        return policy
+
+
+class GuessingPolicy(NOVAPolicy):
+    def __init__(self, context: Context, method: Guessing) -> None:
+        super().__init__(context, method)
+        self.guessed: dict[int, tuple[int, ...]] = {}
+
+    def begin_scale(self, scale: Scale) -> ScalePlan:
+        plan = super().begin_scale(scale)
+        if plan.slots:
+            self.guessed[scale.index + 1] = enough_room(plan.slots, (), scale.tokens)
+        return plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=24)
+    parser.add_argument("--size", default="0.25M", help="pixel budget")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="of NOVA")
+    options = parser.parse_args()
+    numbers = {name: float(value) for name, value in (pair.split("=") for pair in options.set)}
+    pipe = Pipeline.from_pretrained(progress_bar=False)
+    method = Guessing(**numbers)
+    print(f"{pipe.spec.name}, {options.size}, {method.name} {numbers or ''}")
+    print(f"{'pictures':>9} {'reduced scales':>15} {'run again':>10} {'slots / kept':>13}")
+    for first in range(0, options.pictures, 4):
+        scales = again = slots = kept = 0
+        for n in range(first, min(first + 4, options.pictures)):
+            prompt = f"a {THINGS[n % len(THINGS)]}{PLACES[n // 5 % len(PLACES)]}"
+            policy = pipe(prompt, seed=n, method=method, pixel_budget=options.size, output_type="latent").trace.policy
+            for t, room in policy.guessed.items():
+                wanted = policy.noted[t][1][:, KEPT, 0].tolist()
+                scales += 1
+                again += any(w > r for w, r in zip(wanted, room, strict=True))
+                slots, kept = slots + sum(room), kept + sum(wanted)
+        last = min(first + 4, options.pictures)
+        print(f"{first + 1:>4}-{last:<4} {scales:>15} {again:>10} {slots / max(kept, 1):>13.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
