@@ -372,6 +372,27 @@ def test_graphs_without_a_gpu(caplog) -> None:
     assert "runtime graphs needs a CUDA GPU, not cpu; the pictures are made with runtime eager" in caplog.text
 
 
+class Noting(Pretended):
+    """Keeps the lengths of the text that every scale was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[torch.Tensor] = []
+
+    def run_scale(self, work, task, *rest):
+        self.lengths.append(task.state.text_lengths)
+        return super().run_scale(work, task, *rest)
+
+
+def test_lengths_of_the_text_are_at_their_fixed_place(infinity) -> None:
+    """A kernel of a captured scale reads them, in this call and in all others."""
+    other = copy.copy(infinity)
+    other.executor = graphs = Noting()
+    for first in (0, 2):
+        ask(other, 2, first=first)
+    assert all(length is graphs.program.inputs[1] for length in graphs.lengths)
+
+
 class Small(Pretended):
     """A device whose memory is too small for what it keeps."""
 
