@@ -33,10 +33,10 @@ import torch
 
 from memory import random_pipeline
 from nextscale.estimate import GIB
-from nextscale.kernels.linkage import MOST, Linkage
 from nextscale.methods import NOVA
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Context, Policy
+from nextscale.methods.linkage import MOST, Linkage
 from nextscale.methods.nova import NOVAPolicy
 from nextscale.models.quantize import to_fp8
 from nextscale.pipeline import Pipeline

@@ -13,9 +13,9 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
-from nextscale.kernels.linkage import KEPT
 from nextscale.methods import NOVA
 from nextscale.methods.base import Context, Policy, ScalePlan
+from nextscale.methods.linkage import KEPT
 from nextscale.methods.nova import NOVAPolicy
 from nextscale.pipeline import Pipeline
 from nextscale.runtime.graphs import enough_room

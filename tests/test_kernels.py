@@ -15,12 +15,12 @@ from nextscale.kernels.fp8 import FP8Linear, round_rows
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.keys import stores
 from nextscale.kernels.lens import BitHead, fused_lens, looks
-from nextscale.kernels.linkage import MOST, Linkage
 from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.norm import group_norm, join
 from nextscale.kernels.rows import Parts, linear_for_sum
 from nextscale.kv import LayerCache, taken
 from nextscale.methods.cached import CachedPolicy
+from nextscale.methods.linkage import MOST, Linkage
 from nextscale.methods.residual import resize_tokens
 from nextscale.methods.selection import Selection, keep_highest
 from nextscale.models.infinity import InfinityState

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nextscale.kernels.linkage import Linkage
+    from nextscale.methods.linkage import Linkage
 
 MOST = 16384  # cells that a program can hold
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.kernels.linkage import DEVIATION, KEPT, MEAN, MOST, RATIO, Linkage
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
 from nextscale.methods.cached import CachedPolicy
+from nextscale.methods.linkage import DEVIATION, KEPT, MEAN, MOST, RATIO, Linkage
 from nextscale.methods.residual import store_chosen
 from nextscale.methods.room import Deviations
 from nextscale.methods.selection import Selection, keep_highest

@@ -16,7 +16,6 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from torch import Tensor
 from nextscale.draws import PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.base import Policy, Stats
-from nextscale.methods.selection import Selection
 from nextscale.run import Run, not_finite
 from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Task, Work
-from nextscale.runtime.program import SHARE, Inputs, Program, Told
+from nextscale.runtime.program import SHARE, Inputs, Program
+from nextscale.runtime.recorded import Captured, Chosen, Pieces, Recorded, Told, Used
 from nextscale.schedule import Scale
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -38,74 +37,6 @@ logger = logging.getLogger(__name__)
 # Layers behind which a graph is cut: the first pieces are short, and hide how long the rest takes to launch.
 CUTS = (1, 5)
 WASTE = 1.2  # times the slots that are needed: rather than capturing anew, which runs the scale twice and more
-
-
-Used = tuple[int, bool]  # slots of a layer's cache that the host knows to be used, and whether its rows differ
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What a scale leaves behind. Graphs share memory: `step` and `chosen` hold until another one is replayed."""
-
-    step: Step
-    chosen: Chosen
-    told: Told
-    memory: dict[Hashable, Any]  # of the policy
-    kv: list[Used]
-
-
-@dataclass(frozen=True)
-class Captured:
-    graph: Any  # with a `replay`
-    made: Recorded
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The selections of all layers, each stored once."""
-
-    index: Tensor | None  # [R, K of all selections]
-    count: Tensor | None  # [selections, R]
-    sizes: list[int]  # K of each
-    which: list[dict[str, int | None]]  # per layer and part; None = all tokens
-
-    @classmethod
-    def of(cls, chosen: list[dict[str, Selection | None]]) -> Chosen:
-        distinct = {id(c): c for parts in chosen for c in parts.values() if c is not None}
-        number = {key: n for n, key in enumerate(distinct)}
-        which = [{p: None if c is None else number[id(c)] for p, c in parts.items()} for parts in chosen]
-        if not distinct:
-            return cls(None, None, [], which)
-        index = torch.cat([c.index for c in distinct.values()], dim=1)
-        count = torch.stack([c.count for c in distinct.values()])
-        return cls(index, count, [c.index.shape[1] for c in distinct.values()], which)
-
-    def copied(self) -> list[dict[str, Selection | None]]:
-        """For the trace, which must outlive the next replay."""
-        if self.index is None or self.count is None:
-            return [dict.fromkeys(parts) for parts in self.which]
-        parts = self.index.clone().split(self.sizes, dim=1)
-        made = [Selection(i, c) for i, c in zip(parts, self.count.clone(), strict=True)]
-        return [{p: None if n is None else made[n] for p, n in parts.items()} for parts in self.which]
-
-
-class Pieces:
-    """CUDA graphs that follow each other. While the device runs one, the host hands over the next."""
-
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
-        self.graphs: list[Any] = []
-
-    def begin(self) -> None:
-        self.graphs.append(torch.cuda.CUDAGraph())
-        self.graphs[-1].capture_begin(pool=self.pool)
-
-    def end(self) -> None:
-        self.graphs[-1].capture_end()
-
-    def replay(self) -> None:
-        for graph in self.graphs:
-            graph.replay()
 
 
 class Graphs(Eager):

@@ -18,42 +18,13 @@ from nextscale.run import Run
 from nextscale.runtime.eager import Work
 
 if TYPE_CHECKING:
-    from nextscale.runtime.graphs import Captured
+    from nextscale.runtime.recorded import Captured
 
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
 SPARE = 1.15  # times what the first call needed of it: what is kept for the others
-SHORT = 4096  # numbers of a report
 ALIGNED = 256  # bytes
 
 Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
-
-
-class Told:
-    """What a scale reports. Short parts end in memory that the host reads without asking the device once more."""
-
-    def __init__(self, report: dict[str, Tensor]) -> None:
-        self.report = report
-        self.long = {name: told for name, told in report.items() if told.numel() > SHORT}
-        self.shapes = {name: told.shape for name, told in report.items() if name not in self.long}
-        numbers = sum(shape.numel() for shape in self.shapes.values())
-        pinned = any(told.is_cuda for told in report.values())
-        self.host = torch.empty(numbers, dtype=torch.float64, pin_memory=pinned)
-
-    def write(self, report: dict[str, Tensor]) -> None:
-        self.report, self.long = report, {name: report[name] for name in self.long}
-        if self.shapes:
-            numbers = torch.cat([report[name].double().flatten() for name in self.shapes])
-            self.host.copy_(numbers, non_blocking=True)
-
-    def later(self) -> dict[str, Tensor]:
-        """On the device: whoever looks at them waits."""
-        return {name: told.clone() for name, told in self.report.items()}
-
-    def read(self) -> dict[str, Tensor]:
-        """After the device has written."""
-        parts = self.host.clone().split([shape.numel() for shape in self.shapes.values()])
-        short = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
-        return short | {name: told.clone() for name, told in self.long.items()}
 
 
 class Arena:
