@@ -77,7 +77,7 @@ def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool
     positions = torch.stack((angle.cos(), angle.sin()), -1) if rotary else None
     order = torch.stack([torch.randperm(tokens, device=device) for _ in range(rows)])
     chosen = Selection(order, torch.tensor([4, 9], device=device)) if ragged else None
-    cache = LayerCache(rows, heads, width, qkv.dtype, qkv.device)
+    cache = LayerCache.without_room(rows, heads, width, qkv.dtype, qkv.device)
     assert stores(attn, qkv, positions) == (device == "cuda")
     for _ in range(2):  # behind what is there
         q = cache.store(attn, qkv, positions, chosen)

@@ -300,7 +300,7 @@ def test_the_callback_can_replace_the_features(any_pipe) -> None:
 
 
 def test_the_cache_grows_with_what_is_kept() -> None:
-    cache = LayerCache(2, 1, 4, torch.float32, torch.device("cpu"))
+    cache = LayerCache.without_room(2, 1, 4, torch.float32, torch.device("cpu"))
     k = torch.arange(2 * 3 * 4.0).view(2, 1, 3, 4)
     cache.reserve(3)
     cache.append(k, k, torch.tensor([3, 1]))

@@ -90,6 +90,9 @@ class Again:
             old.chosen.count.copy_(new.chosen.count)
         self.program.features.copy_(new.step.features)
 
+    def wait(self) -> None:
+        pass
+
 
 class Pretended(Graphs):
     """Graphs without a GPU, so that the fixed places can be tested anywhere."""
@@ -99,9 +102,6 @@ class Pretended(Graphs):
     def __init__(self) -> None:
         super().__init__()
         self.recorded = 0
-
-    def wait(self, program) -> None:
-        pass
 
     def record_state(self, work, program):
         def run():

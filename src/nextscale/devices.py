@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -62,6 +63,24 @@ def full_precision(function: F) -> F:
             return function(backbone, *args, **kwargs)
 
     return wrapped  # type: ignore[return-value]
+
+
+class Moment:
+    """When a device has done what was asked of it so far. The host does not wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = time.perf_counter()
+        self.event: Any = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds; waits for it."""
+        if self.event is None:
+            return self.host - earlier.host
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1e3
 
 
 def wait_for(device: torch.device) -> None:

@@ -41,21 +41,18 @@ class LayerCache:
     so an entry needs no bookkeeping. Slots behind a row's end are masked and overwritten by its next tokens.
     """
 
-    def __init__(self, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.k = torch.zeros(rows, heads, 0, head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros_like(self.k)
+    def __init__(self, k: Tensor, v: Tensor, length: Tensor | None = None) -> None:
+        """Empty, in these places; `length` is [R]."""
+        self.k, self.v = k, v
         self.used = 0  # slots that any row may occupy
         self.length: Tensor | None = None  # entries of each row, once rows differ: then attention needs a mask
-        self.length_place: Tensor | None = None  # where it has to be
+        self.length_place = length  # where it has to be
         self.active: Tensor | None = None  # the rows at work in this scale; None = all
 
     @classmethod
-    def over(cls, k: Tensor, v: Tensor, length: Tensor) -> LayerCache:
-        """An empty cache in these places; `length` is [R]."""
-        rows, heads, _, head_dim = k.shape
-        cache = cls(rows, heads, head_dim, k.dtype, k.device)
-        cache.k, cache.v, cache.length_place = k, v, length
-        return cache
+    def without_room(cls, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
+        """It grows."""
+        return cls(*(torch.zeros(rows, heads, 0, head_dim, dtype=dtype, device=device) for _ in "kv"))
 
     @property
     def lengths(self) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.load import set_dtype
-from nextscale.devices import as_device, as_dtype, memory_of, name_of, wait_for
+from nextscale.devices import Moment, as_device, as_dtype, memory_of, name_of
 from nextscale.draws import PerImageDraws, read_draws
 from nextscale.errors import NextscaleError, choices
 from nextscale.estimate import GIB, Estimate, estimate
@@ -67,7 +66,7 @@ class Pipeline:
         self.backbone, self.tokenizer, self.spec = backbone, tokenizer, spec
         self.executor = make_executor(runtime, self.device)
         self.text_encoder = text_encoder
-        self._weights: dict[Any, int] = {}  # bytes, by dtypes
+        self._estimates: dict[Any, Estimate] = {}  # the newest
         self.progress_bar = progress_bar  # None: only on a terminal
         self.weight_files = tuple(weight_files)  # where the weights were read; empty: they were never in files
 
@@ -203,7 +202,7 @@ class Pipeline:
         if output_type not in OUTPUT_TYPES:
             raise NextscaleError(f"unknown output_type {output_type!r}; allowed: {choices(OUTPUT_TYPES)}")
         check_method(method)
-        started = time.perf_counter()
+        started = Moment(self.device)
         schedule = self.schedule(height, width, aspect_ratio, pixel_budget)
         self._warn_of_size(schedule)
         prompts = self._prompts(prompt, negative_prompt, prompt_embeds, negative_prompt_embeds, num_images_per_prompt)
@@ -214,22 +213,12 @@ class Pipeline:
         draws, seeds = read_draws(seed, generator, prompts.images, self.device)
         forced = read_forced(force_tokens or (), schedule, prompts.images, self.backbone)
         condition = prompts.condition(self)
-        wait_for(self.device)
-        encoded = time.perf_counter()
-
+        encoded = Moment(self.device)
         context = self.context(prompts.images, schedule, sampling)
-        header = {
-            "nextscale": __version__,
-            "model": self.spec.name,
-            "dtype": name_of(self.dtype),
-            "device": str(self.device),
-            "method": {"name": "none", "fields": {}} if method is None else method.to_dict(),
-        }
-        traced, guided_until = prompts.traced(seeds), sampling.guided_until
 
         def make(executor: Eager) -> Output:
             policy = Policy(context) if method is None else method.start(context)
-            trace = Trace(Costs.of(self.backbone), schedule, traced, guided_until, header | {"runtime": executor.name})
+            trace = Trace(Costs.of(self.backbone), schedule, prompts.traced(seeds), sampling.guided_until)
             with bar(self.spec.name, len(schedule), self.progress_bar) as advance:
 
                 def after(end: ScaleEnd) -> bool | Tensor | None:
@@ -254,20 +243,25 @@ class Pipeline:
                     executor,
                 )
             run.release()
-            wait_for(self.device)
-            generated = time.perf_counter()
+            generated = Moment(self.device)
             features = run.features.clone()  # outside inference mode, so that users may write into it
-            latent = output_type == "latent"
-            images = features if latent else as_output(self.decode(features, executor), output_type)
-            wait_for(self.device)
-            done = time.perf_counter()
+            pictures = None if output_type == "latent" else self._decode(features, executor)
+            # While a GPU decodes:
+            tokens = copied(run.tokens)
+            trace.header = self._header(method, executor)
+            images: Any = features
+            if pictures is not None:
+                finite = torch.isfinite(pictures).all()
+                images = as_output(pictures, output_type)
+                self._require_finite(finite)
+            done = Moment(self.device)
             trace.seconds = {
-                "text": encoded - started,
-                "transformer": generated - encoded,
-                "decode": done - generated,
-                "total": done - started,
+                "text": encoded.since(started),
+                "transformer": generated.since(encoded),
+                "decode": done.since(generated),
+                "total": done.since(started),
             }
-            return Output(images, trace, [tokens.clone() for tokens in run.tokens], seeds)
+            return Output(images, trace, tokens, seeds)
 
         # A second try must not call the user again, nor draw from the user's generator once more.
         again = callback_on_scale_end is None and isinstance(draws, PerImageDraws)
@@ -287,15 +281,32 @@ class Pipeline:
         height, width = pixels.shape[2:]
         return self.tokenizer.encode(pixels.to(self.device), self.schedule(height, width)).tokens
 
-    def decode(self, features: Tensor, executor: Eager | None = None) -> Tensor:
+    def decode(self, features: Tensor) -> Tensor:
         """Feature maps [B, d, H, W] -> images [B, 3, H, W] in [-1, 1]."""
+        images = self._decode(features, Eager())
+        self._require_finite(torch.isfinite(images).all())
+        return images
+
+    def _decode(self, features: Tensor, executor: Eager) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):
-            images = (executor or Eager()).decode(self.tokenizer, features)
-        if not torch.isfinite(images).all():
+            return executor.decode(self.tokenizer, features)
+
+    def _require_finite(self, finite: Tensor) -> None:
+        if not finite:
             raise NextscaleError(
                 f"the decoded picture is not finite: {cause_of_nan(self.tokenizer, 'the feature map')}"
             )
-        return images
+
+    def _header(self, method: Method | None, executor: Eager) -> dict[str, Any]:
+        """Of a trace."""
+        return {
+            "nextscale": __version__,
+            "model": self.spec.name,
+            "dtype": name_of(self.dtype),
+            "device": str(self.device),
+            "method": {"name": "none", "fields": {}} if method is None else method.to_dict(),
+            "runtime": executor.name,
+        }
 
     def schedule(
         self,
@@ -325,12 +336,13 @@ class Pipeline:
 
     def _estimate(self, schedule: Schedule, images: int, guided: bool, text_length: int) -> Estimate:
         encoder = self.text_encoder.nbytes if self.text_encoder is not None else 0
-        key = self.backbone.dtype, self.tokenizer.dtype
-        if key not in self._weights:  # counting them takes longer than a small scale
+        key = self.backbone.dtype, self.tokenizer.dtype, encoder, schedule, images, guided, text_length
+        if key not in self._estimates:  # counting takes as long as a small scale
             modules = (self.backbone, self.tokenizer)
-            self._weights = {key: sum(p.nbytes for module in modules for p in module.parameters())}
-        weights = self._weights[key] + encoder
-        return estimate(self.backbone, self.tokenizer, schedule, images, guided, text_length, weights)
+            weights = sum(p.nbytes for module in modules for p in module.parameters()) + encoder
+            found = estimate(self.backbone, self.tokenizer, schedule, images, guided, text_length, weights)
+            self._estimates = {key: found}
+        return self._estimates[key]
 
     def sampling(
         self,
@@ -392,6 +404,12 @@ class Pipeline:
                 f"{images} images of {len(schedule)} scales need about {need / GIB:.0f} GiB, but {self.device} has "
                 f"{have / GIB:.0f} GiB; make fewer at a time, or smaller ones"
             )
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, made in one go."""
+    parts = torch.cat([t.flatten() for t in tensors]).split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def check_method(method: Method | None) -> None:

@@ -70,7 +70,7 @@ class Run:
         shapes = [(len(images), s.tokens, *backbone.token_shape) for s in schedule]
         self.tokens = tokens or [torch.full(shape, -1, dtype=torch.int32, device=features.device) for shape in shapes]
         like = len(self.rows.all), backbone.heads, backbone.head_dim, backbone.dtype, backbone.device
-        self.kv = kv or [LayerCache(*like) for _ in range(backbone.depth)]
+        self.kv = kv or [LayerCache.without_room(*like) for _ in range(backbone.depth)]
 
     def reserve(self, tokens: int) -> None:
         for cache in self.kv:
@@ -101,7 +101,7 @@ class Run:
         chosen = None if active == left else _places(active, left).to(self.features.device)
         for cache in self.kv:
             cache.active = chosen
-        if active.all:
+        if active.all and plan.capacity:
             self.reserve(plan.capacity)
         return active, self.state if chosen is None else self.state.take(chosen)
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -160,12 +160,17 @@ class Policy:
         """What the host will want to know of this scale; "wanted" [layers] is what each would have kept at most."""
         return {}
 
-    def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
-        """The scale has been run."""
+    def reported(self, stats: Stats, report: Mapping[str, Tensor]) -> None:
+        """The scale has been run, or soon will be: whoever asks for a number waits for it, so ask late."""
+
+    def meanwhile(self) -> None:
+        """The device is at work on a scale: what the host has left to do costs nothing now."""
 
     def told(self, name: str, numbers: list[float] | Tensor) -> Tensor:
         """Numbers that the host gives or makes, on the device at a fixed place, where a captured scale reads them."""
-        new = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.float64)
+        new = numbers
+        if not isinstance(new, Tensor):  # from pinned memory they are copied without waiting
+            new = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.context.device.type == "cuda")
         if name not in self.numbers or self.numbers[name].shape != new.shape:
             self.numbers[name] = new.to(self.context.device, copy=True)
         else:

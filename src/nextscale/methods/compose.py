@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +116,11 @@ class ComposedPolicy(Policy):
     def report(self, stats: Stats) -> dict[str, Tensor]:
         return self.selecting.report(stats)
 
-    def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
+    def reported(self, stats: Stats, report: Mapping[str, Tensor]) -> None:
         self.selecting.reported(stats, report)
+
+    def meanwhile(self) -> None:
+        self.selecting.meanwhile()
 
     def added(self, features: Tensor, stats: Stats) -> None:
         for policy in self.policies:

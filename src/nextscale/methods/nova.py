@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -93,9 +94,10 @@ class NOVAPolicy(CachedPolicy):
         # Its memory, besides what layers added: the entropy of the final prediction ("final") and of layers ("mean"),
         # for the probe "previous"; likely codes ("codes"), for "lens_topk"; attention entropy ("attention") and how
         # much each layer changed a cell ("moved"), for the metrics of these names.
-        self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []  # numbers the host has not read yet
+        self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Tensor]]] = []  # not read yet
         self.ratio: dict[int, list[float]] = {}  # per scale, per image
-        self.noted: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # per scale, for the trace
+        self.noted: dict[int, tuple[tuple[int, ...], Mapping[str, Tensor]]] = {}  # per scale, what layers reported
+        self.changes: list[tuple[int, int, list[float], list[float]]] = []  # of deviations, to be learned from
         self.notes: Tensor | None = None  # of the layers of a reduced scale, [layers, 4, B]: see `Linkage`
         self.linkage = Linkage(
             method.layer_linkage,
@@ -131,31 +133,30 @@ class NOVAPolicy(CachedPolicy):
         )
         reduced = tuple(ratio > 0 for ratio in self.ratio[t])
         looks = any(reduced) or self.records(scale)
-        plan = dataclasses.replace(super().begin_scale(scale), needs=needs, looks=looks, variant=reduced)
-        return dataclasses.replace(plan, slots=self._slots(scale) if any(reduced) else ())
+        slots = self._slots(scale) if any(reduced) else ()
+        return dataclasses.replace(super().begin_scale(scale), needs=needs, looks=looks, variant=reduced, slots=slots)
 
     def _slots(self, scale: Scale) -> tuple[int, ...]:
         """Room for what each layer will keep."""
-        t, depth = scale.index + 1, self.context.depth
-        shares = [1 - min(self.ratio[t])] * depth
+        t, n = scale.index + 1, scale.tokens
+        shares = [1 - min(self.ratio[t])] * self.context.depth
         if self.method.layer_linkage:
             seen = self.experience.setdefault("deviations", Deviations())
-            expected = [seen.highest(before, t, deviation) for before, deviation in self.newest]
-            images = list(zip(self.ratio[t], expected, strict=True))
-            shares = [max(1 - ratio * (1 - layers[n]) for ratio, layers in images) for n in range(depth)]
-        return tuple(min(max(math.ceil(share * scale.tokens), 1), scale.tokens) for share in shares)
+            images = zip(self.ratio[t], self.newest, strict=True)
+            wanted = [[1 - r * (1 - d) for d in seen.highest(before, t, last)] for r, (before, last) in images]
+            shares = wanted[0] if len(wanted) == 1 else list(map(max, *wanted))
+        return tuple([min(max(math.ceil(share * n), 1), n) for share in shares])
 
     def _read_entropies(self) -> None:
-        for scale, images, entropies in self.pending:
+        for scale, images, report in self.pending:
             t = scale.index + 1
-            for image, entropy in zip(images, entropies.tolist(), strict=True):
+            for image, entropy in zip(images, report["entropy"].tolist(), strict=True):
                 self.growth[image].add(t, entropy)
             if t in self.noted:
-                seen = self.experience.setdefault("deviations", Deviations())
-                for image, found in zip(images, self.noted[t][1][:, DEVIATION].T.tolist(), strict=True):
+                for image, found in zip(images, report["layers"][:, DEVIATION].T.tolist(), strict=True):
                     if self.ratio[t][image]:
                         before, deviation = self.newest[image]
-                        seen.learn(before, t, deviation, found)
+                        self.changes.append((before, t, deviation, found))
                         self.newest[image] = t, found
         self.pending.clear()
 
@@ -284,27 +285,36 @@ class NOVAPolicy(CachedPolicy):
             return {"entropy": self.entropy}
         return {"entropy": self.entropy, "layers": self.notes, "wanted": self.notes[:, KEPT].amax(1)}
 
-    def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
-        self.pending.append((stats.scale, stats.rows.which, report["entropy"]))
+    def reported(self, stats: Stats, report: Mapping[str, Tensor]) -> None:
+        self.pending.append((stats.scale, stats.rows.which, report))
         if "layers" in report:
-            self.noted[stats.scale.index + 1] = (stats.rows.which, report["layers"])
+            self.noted[stats.scale.index + 1] = (stats.rows.which, report)
+
+    def meanwhile(self) -> None:
+        for change in self.changes:
+            self.experience.setdefault("deviations", Deviations()).learn(*change)
+        self.changes.clear()
+
+    def release(self) -> None:
+        self._read_entropies()
+        self.meanwhile()
+        super().release()
 
     # For the trace
 
     def activation(self, image: int) -> Activation:
         g = self.growth[image]
-        self._read_entropies()
         last = len(self.context.schedule)
         reduced = None if g.star is None or g.star == last else g.star + 1
         return Activation(reduced, g.star, g.reason, g.eta)
 
     def decision(self, image: int, scale: Scale) -> Decision:
-        self._read_entropies()
         t, g = scale.index + 1, self.growth[image]
         layer_entropy: tuple[float, ...] = ()
         layer_ratio: tuple[float, ...] = ()
         if t in self.noted and image in self.noted[t][0]:
-            images, notes = self.noted[t]
+            images, report = self.noted[t]
+            notes = report["layers"]
             layer_entropy, layer_ratio = (tuple(notes[:, n, images.index(image)].tolist()) for n in (MEAN, RATIO))
         return Decision(
             entropy=g.entropy.get(t),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +61,7 @@ class SparseVARPolicy(Policy):
         self.block = min(int(method.block * context.depth), context.depth - 1)
         # Its memory, all of the conditional rows: how much the block changed each cell ("change"), the cells that
         # are out ("excluded"), and the logits of the scale before.
-        self.kept: tuple[Scale, Tensor] | None = None  # the newest sparse scale, and the tokens that it kept at most
+        self.kept: tuple[Scale, Mapping[str, Tensor]] | None = None  # the newest sparse scale, and what it reported
         self.keep: Tensor | None = None  # [B, N] of this scale
         self.chosen: Selection | None = None
 
@@ -73,8 +74,8 @@ class SparseVARPolicy(Policy):
             return plan
         room = scale.tokens
         if self.kept is not None:  # cells that left never come back
-            before, kept = self.kept
-            room = min(math.ceil(float(kept.max()) / before.tokens * scale.tokens * MARGIN), room)
+            before, report = self.kept
+            room = min(math.ceil(float(report["wanted"].max()) / before.tokens * scale.tokens * MARGIN), room)
         return dataclasses.replace(plan, slots=(room,) * self.context.depth)
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
@@ -142,9 +143,9 @@ class SparseVARPolicy(Policy):
     def report(self, stats: Stats) -> dict[str, Tensor]:
         return {} if self.keep is None else {"wanted": self.count.max().repeat(self.context.depth)}
 
-    def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
+    def reported(self, stats: Stats, report: Mapping[str, Tensor]) -> None:
         if report:
-            self.kept = stats.scale, report["wanted"]
+            self.kept = stats.scale, report
 
     def activation(self, image: int) -> Activation:
         return Activation(scale=self.first + 1, reason="fixed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -65,15 +66,16 @@ class ToProVARPolicy(CachedPolicy):
         super().__init__(context, "residual", method.restore_mode, self.landmark, method.uncomputed)
         self.method = method
         self.dominance: dict[int, Tensor] = {}  # per image [depth]: first over second singular value of the map
-        self.kept: tuple[Scale, Tensor] | None = None  # the newest reduced scale, and what each layer kept at most
+        self.kept: tuple[Scale, Mapping[str, Tensor]] | None = None  # the newest reduced scale, and what it reported
         self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
-        self.pending: list[tuple[Scale, tuple[int, ...], Tensor]] = []
+        self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Tensor]]] = []
         self.rho: dict[tuple[int, int], float] = {}  # image, scale
 
     # Between scales, on the host
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
-        self._read()
+        if scale.index > self.landmark:  # before, nothing depends on them, and the device need not be waited for
+            self._read()
         needs = frozenset({"attention_entropy"}) if scale.index < len(self.context.schedule) - 1 else frozenset()
         plan = dataclasses.replace(super().begin_scale(scale), needs=needs)
         active = tuple(self._active(image, scale) for image in range(self.context.images))
@@ -89,13 +91,13 @@ class ToProVARPolicy(CachedPolicy):
         """Room for what each layer will keep, if that is about the share of the scale before."""
         if self.kept is None:
             return (scale.tokens,) * self.context.depth
-        before, kept = self.kept
-        shares = (tokens / before.tokens * MARGIN for tokens in kept.tolist())
+        before, report = self.kept
+        shares = (tokens / before.tokens * MARGIN for tokens in report["wanted"].tolist())
         return tuple(min(math.ceil(share * scale.tokens), scale.tokens) for share in shares)
 
     def _read(self) -> None:
-        for scale, images, rho in self.pending:
-            for image, value in zip(images, rho.tolist(), strict=True):
+        for scale, images, report in self.pending:
+            for image, value in zip(images, report["rho"].tolist(), strict=True):
                 self.rho[image, scale.index + 1] = value
                 if self.depth_scale[image] is None and value >= self.method.tau:
                     self.depth_scale[image] = scale.index + 1
@@ -180,11 +182,11 @@ class ToProVARPolicy(CachedPolicy):
                 told["maps"] = self.stacked
         return told
 
-    def reported(self, stats: Stats, report: dict[str, Tensor]) -> None:
+    def reported(self, stats: Stats, report: Mapping[str, Tensor]) -> None:
         if "rho" in report:
-            self.pending.append((stats.scale, stats.rows.which, report["rho"]))
+            self.pending.append((stats.scale, stats.rows.which, report))
         if "wanted" in report:
-            self.kept = stats.scale, report["wanted"]
+            self.kept = stats.scale, report
         if "maps" in report:  # singular values wait for the device, so they cannot be found inside a scale
             found = self._dominance(report["maps"])
             self.dominance.update(dict(zip(stats.rows.which, found, strict=True)))

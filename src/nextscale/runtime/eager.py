@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +66,7 @@ class Step:
     raw: Tensor  # logits of every row, before temperature and guidance
     hidden: Tensor  # output of the last block, [R, N, C]
     stats: Stats
-    report: dict[str, Tensor]  # what the policy tells the host
+    report: Mapping[str, Tensor]  # what the policy tells the host
 
 
 class Eager:
@@ -101,6 +101,9 @@ class Eager:
     def layer_done(self, layer: int) -> None:
         """A layer of a scale has been run."""
 
+    def told(self, report: dict[str, Tensor]) -> None:
+        """All that the host will ask for is known: it can decide about the next scale while this one is drawn."""
+
     def close(self, work: Work, run: Run) -> None:
         """All its scales have been run."""
 
@@ -122,6 +125,8 @@ class Eager:
         logits = combine(raw.mul(1 / sampling.temperature[scale.index]), rows.images, rows.guided, on_logits)
         self.require_finite(raw, logits, scale, backbone)
         policy.end_scale(x, raw, logits, stats)
+        report = policy.report(stats)
+        self.told(report)
         target = work.forced[scale.index][list(rows.which)] if scale.index < len(work.forced) else None
         drawn = sample(logits, scale, sampling, work.draws, rows.which, tokenizer, target)
         codes = drawn.codes
@@ -129,7 +134,7 @@ class Eager:
             codes = backbone.finish(state, x, drawn, tokenizer, rows, weight, work.draws)
         codes = codes if cell_weight is None else codes * cell_weight[..., None]
         features = tokenizer.add(features, codes, scale, work.schedule)
-        return Step(features, drawn.tokens, logits, raw, x, stats, policy.report(stats))
+        return Step(features, drawn.tokens, logits, raw, x, stats, report)
 
     def run_blocks(
         self, work: Work, task: Task, x: Tensor, kv: Sequence[LayerCache], weight: float

@@ -28,7 +28,7 @@ from nextscale.run import Run, not_finite
 from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Task, Work
 from nextscale.runtime.program import SHARE, Inputs, Program
-from nextscale.runtime.recorded import Captured, Chosen, Pieces, Recorded, Told, Used
+from nextscale.runtime.recorded import Captured, Capturing, Chosen, Pieces, Recorded, Report, Told, Used
 from nextscale.schedule import Scale
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -50,13 +50,17 @@ class Graphs(Eager):
         self.program: Program | None = None  # of the newest shape of call; its cache is large, so there is but one
         self.reason = ""  # why this call is not captured
         self.apart = False  # pictures of this call have run different scales
-        self.unread: list[Scale] = []  # captured scales of this call whose logits nobody has checked
+        self.ran: list[tuple[Scale, Captured]] = []  # captured scales of this call
+        self.reports: list[Report] = []  # of them
         self.scales = self.again = 0  # reduced scales that were run, and those that needed more room
         self.captured = 0  # scales
-        self.pieces: Pieces | None = None  # of the graph that is being captured
+        self.capturing: Capturing | None = None
 
     def open(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
-        self.unread.clear()
+        for report in self.reports:  # the call before may not have asked for all it can
+            report.read()
+        self.ran.clear()
+        self.reports.clear()
         self.apart, self.reason = False, why_not(work)
         if self.reason:
             logger.info("no CUDA graphs: %s", self.reason)
@@ -106,9 +110,8 @@ class Graphs(Eager):
             program.features.copy_(features)
         everyone = range(len(features))
         program.draws.refill(scale.index, everyone)
-        work = dataclasses.replace(work, draws=program.draws)
-        remembered = program.memory.entries()
-        key = (scale.index, rows, plan.variant, plan.needs, tuple(used_of(kv)), work.watched)
+        remembered, used = program.memory.entries(), used_of(kv)
+        key = (scale.index, rows, plan.variant, plan.needs, tuple(used), work.watched)
         need = plan.slots
         self.scales += bool(need)
         while True:
@@ -123,50 +126,55 @@ class Graphs(Eager):
                 captured = graphs[self.slots] = self.capture(program, work, task, kv)
             made = captured.made
             captured.graph.replay()
-            # While the device is at work: the numbers of the next scale, and what has to outlive it.
+            # While the device is at work: the numbers of the next scale, what has to outlive this one, and all else
+            # that need not wait for its report.
             program.draws.refill(scale.index + 1, everyone)
-            stats = Stats(scale, rows, made.step.stats.lens, made.chosen.copied(), context=made.step.stats.context)
+            work.policy.meanwhile()
+            chosen, before = made.chosen.copied(), made.step.stats
             maps = program.features.clone() if work.watched else program.features
-            if not need:  # nothing has to be known before the policy asks
-                report, wanted = made.told.later(), []
-                break
-            self.wait(program)
-            report = made.told.read()
-            wanted = [int(n) for n in report["wanted"].tolist()]
-            if all(map(operator.le, wanted, self.slots)):
+            report = Report(made.told, captured.graph.wait)
+            step = dataclasses.replace(
+                made.step,
+                features=maps,
+                tokens=program.tokens[scale.index],
+                stats=Stats(scale, rows, before.lens, chosen, context=before.context),
+                report=report,
+            )
+            program.memory.remember(made.memory)
+            use(kv, made.kv)
+            wanted = [int(n) for n in report["wanted"].tolist()] if need else list(room)
+            if all(map(operator.le, wanted, room)):
                 break
             self.again += 1
             program.go_back()
             program.memory.remember(remembered)
+            use(kv, used)
             need = tuple(map(max, wanted, need))
-        use(kv, made.kv)
-        program.used = list(map(operator.add, program.used, wanted or room))
-        program.memory.remember(made.memory)
-        self.unread.append(scale)
-        tokens = program.tokens[scale.index]
-        return dataclasses.replace(made.step, features=maps, tokens=tokens, stats=stats, report=report)
-
-    def wait(self, program: Program) -> None:
-        """Until the device has written what it reports."""
-        torch.cuda.current_stream(program.features.device).synchronize()
+        program.used = list(map(operator.add, program.used, wanted))
+        self.ran.append((scale, captured))
+        self.reports.append(report)
+        return step
 
     def capture(self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache]) -> Captured:
         kv = [copy.copy(cache) for cache in kv]
         before, remembered = used_of(kv), program.memory.entries()
-        told: Told | None = None  # its memory has to be there before anything is captured
+        work = dataclasses.replace(work, draws=program.draws)
+        told: Told | None = None
 
-        def run() -> Recorded:
+        def run(pieces: Pieces | None = None) -> Recorded:
             nonlocal told
             if task.plan.slots:
                 program.save()  # there may be too little room
             program.memory.remember(remembered)
             use(kv, before)
-            step = super(Graphs, self).run_scale(work, task, program.features, kv)
-            largest = torch.stack([logits.abs().amax() for logits in (step.logits, step.raw)])
-            program.largest[task.scale.index].copy_(largest)
+            self.capturing = Capturing(pieces, told)
+            try:
+                step = super(Graphs, self).run_scale(work, task, program.features, kv)
+                told = self.capturing.told
+            finally:
+                self.capturing = None
+            assert told is not None
             program.tokens[task.scale.index].copy_(step.tokens)
-            told = told or Told(step.report)
-            told.write(step.report)
             if not work.watched:  # nobody asks for them, and they would take the memory of every scale
                 nothing = step.logits.new_empty(0)
                 step = dataclasses.replace(step, logits=nothing, raw=nothing, hidden=nothing)
@@ -177,7 +185,7 @@ class Graphs(Eager):
         program.memory.remember(remembered)  # nothing has been run yet
         return Captured(graph, made)
 
-    def record(self, run: Callable[[], Recorded], program: Program) -> tuple[Any, Recorded]:
+    def record(self, run: Callable[..., Recorded], program: Program) -> tuple[Any, Recorded]:
         """A graph whose replay is `run` with its maps put to their fixed place, and what `run` returns."""
         side = program.side
         side.wait_stream(torch.cuda.current_stream())
@@ -186,32 +194,36 @@ class Graphs(Eager):
         torch.cuda.current_stream().wait_stream(side)
         program.go_back()
         torch.cuda.synchronize()
-        self.pieces = pieces = Pieces(program.pool)
+        pieces = Pieces(program.pool)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             pieces.begin()
             try:
-                made = run()
+                made = run(pieces)
                 program.features.copy_(made.step.features)
             finally:
                 pieces.end()
-                self.pieces = None
         torch.cuda.current_stream().wait_stream(side)
         return pieces, made
 
     def forget(self) -> None:
         self.program = self.key = None
-        self.unread.clear()
+        self.ran.clear()
 
     def layer_done(self, layer: int) -> None:
-        if self.pieces is not None and layer in CUTS:
-            self.pieces.end()
-            self.pieces.begin()
+        if self.capturing is not None and self.capturing.pieces is not None and layer in CUTS:
+            self.capturing.pieces.cut()
 
     def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Any) -> None:
         """Reading a number would make the host wait: `close` does it, once."""
-        if self.reason or self.apart:
+        if self.capturing is None:
             super().require_finite(raw, logits, scale, backbone)
+        else:
+            self.capturing.largest = torch.stack([t.abs().amax() for t in (logits, raw)])
+
+    def told(self, report: dict[str, Tensor]) -> None:
+        if self.capturing is not None:
+            self.capturing.tell(report)
 
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
         program = self.program
@@ -247,15 +259,15 @@ class Graphs(Eager):
         return graph, place, pictures
 
     def close(self, work: Work, run: Run) -> None:
-        if not self.unread or self.program is None:
+        if not self.ran or self.program is None:
             return
         run.features = run.features.clone()  # else the next call would write into them
         if not self.program.settled:
             run.kv.clear()
             self.program.settle(self.program.needed())
-        largest = self.program.largest.tolist()
-        for scale in self.unread:
-            guided, raw = largest[scale.index]
+        self.ran[-1][1].graph.wait()
+        for scale, captured in self.ran:
+            guided, raw = captured.made.told.largest
             if not math.isfinite(guided):
                 raise not_finite(math.isfinite(raw), scale, work.backbone)
 

@@ -83,8 +83,6 @@ class Program:
         rows = len(run.kv[0].k)
         self.lengths = torch.zeros(len(self.kv), rows, dtype=torch.long, device=self.features.device)
         self.before = self.features.clone(), self.lengths.clone()
-        # The largest logit of each scale, after and before guidance: NaN or infinite if any is.
-        self.largest = torch.zeros(len(work.schedule), 2, device=self.features.device)
         self.all_tokens = torch.cat([t.flatten() for t in run.tokens])
         parts = self.all_tokens.split([t.numel() for t in run.tokens])
         self.tokens = [part.view(t.shape) for part, t in zip(parts, run.tokens, strict=True)]
@@ -115,7 +113,7 @@ class Program:
         self.memory.remember({})
         work.policy.memory, work.policy.numbers = self.memory, self.numbers
         work.policy.experience = self.experience
-        kv = [LayerCache.over(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
+        kv = [LayerCache(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
         self.all_tokens.fill_(-1)
         return Run(work.backbone, state, self.features, work.schedule, guided, kv, self.tokens)
 

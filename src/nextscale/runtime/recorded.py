@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Captured:
-    graph: Any  # with a `replay`
+    graph: Any  # like `Pieces`
     made: Recorded
 
 
@@ -68,6 +68,8 @@ class Pieces:
     def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.graphs: list[Any] = []
+        self.telling = -1  # the piece behind which all that the host asks for has been written
+        self.told = torch.cuda.Event()
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
@@ -76,34 +78,87 @@ class Pieces:
     def end(self) -> None:
         self.graphs[-1].capture_end()
 
+    def cut(self) -> None:
+        self.end()
+        self.begin()
+
+    def tell(self) -> None:
+        self.telling = len(self.graphs) - 1
+        self.cut()
+
     def replay(self) -> None:
-        for graph in self.graphs:
+        for n, graph in enumerate(self.graphs):
             graph.replay()
+            if n == self.telling:
+                self.told.record()
+
+    def wait(self) -> None:
+        """Until the newest replay has told what it tells."""
+        self.told.synchronize()
+
+
+@dataclass
+class Capturing:
+    """A scale while it is captured, or run once before."""
+
+    pieces: Pieces | None
+    told: Told | None  # made at the first run: its memory has to be there before anything is captured
+    largest: Tensor | None = None  # logits
+
+    def tell(self, report: dict[str, Tensor]) -> None:
+        assert self.largest is not None
+        self.told = self.told or Told(report, self.largest)
+        self.told.write(report, self.largest)
+        if self.pieces is not None:
+            self.pieces.tell()
 
 
 class Told:
-    """What a scale reports. Short parts end in memory that the host reads without asking the device once more."""
+    """What a scale reports, and its largest logits. Short parts end in memory that the host can read."""
 
-    def __init__(self, report: dict[str, Tensor]) -> None:
-        self.report = report
+    def __init__(self, report: dict[str, Tensor], largest: Tensor) -> None:
         self.long = {name: told for name, told in report.items() if told.numel() > SHORT}
         self.shapes = {name: told.shape for name, told in report.items() if name not in self.long}
-        numbers = sum(shape.numel() for shape in self.shapes.values())
-        pinned = any(told.is_cuda for told in report.values())
-        self.host = torch.empty(numbers, dtype=torch.float64, pin_memory=pinned)
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+        numbers = sum(self.sizes) + largest.numel()
+        self.host = torch.empty(numbers, dtype=torch.float64, pin_memory=largest.is_cuda)
 
-    def write(self, report: dict[str, Tensor]) -> None:
-        self.report, self.long = report, {name: report[name] for name in self.long}
-        if self.shapes:
-            numbers = torch.cat([report[name].double().flatten() for name in self.shapes])
-            self.host.copy_(numbers, non_blocking=True)
-
-    def later(self) -> dict[str, Tensor]:
-        """On the device: whoever looks at them waits."""
-        return {name: told.clone() for name, told in self.report.items()}
+    def write(self, report: dict[str, Tensor], largest: Tensor) -> None:
+        self.long = {name: report[name] for name in self.long}
+        short = [report[name].double().flatten() for name in self.shapes]
+        self.host.copy_(torch.cat([*short, largest.double()]), non_blocking=True)
 
     def read(self) -> dict[str, Tensor]:
-        """After the device has written."""
-        parts = self.host.clone().split([shape.numel() for shape in self.shapes.values()])
-        short = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
-        return short | {name: told.clone() for name, told in self.long.items()}
+        """The short parts, after the device has written them."""
+        parts = self.host.clone().split([*self.sizes, len(self.host) - sum(self.sizes)])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
+
+    @property
+    def largest(self) -> list[float]:
+        """The largest logit after guidance and before: NaN or infinite if any is."""
+        return self.host[sum(self.sizes) :].tolist()
+
+
+class Report(Mapping[str, Tensor]):
+    """What one replay reports. Whoever asks for a number waits for it."""
+
+    def __init__(self, told: Told, wait: Callable[[], None]) -> None:
+        self.told, self.wait = told, wait
+        self.long = {name: part.clone() for name, part in told.long.items()}
+        self.short: dict[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.long[name] if name in self.long else self.read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.told.shapes, *self.long))
+
+    def __len__(self) -> int:
+        return len(self.told.shapes) + len(self.long)
+
+    def read(self) -> dict[str, Tensor]:
+        """What the next replay will write over."""
+        if self.short is None:
+            self.wait()
+            self.short = self.told.read()
+        return self.short
