@@ -1,4 +1,4 @@
-"""One program takes some tokens of a row and some of its heads."""
+"""One program takes some tokens of a row and one of its heads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.overlap import early, wait_for_inputs
+
 if TYPE_CHECKING:
     from nextscale.methods.selection import Selection
     from nextscale.models.layers import SelfAttention
 
-TOKENS, HEADS = 8, 4  # of one program
+FEW, SMALL, LARGE = 256, 8, 16  # up to so many tokens, a program takes this number of them; else that
 
 
 def split_and_store(
@@ -30,7 +32,8 @@ def split_and_store(
     goes nowhere."""
     rows, tokens, _, heads, width = qkv.shape
     q = torch.empty(rows, tokens, heads, width, dtype=qkv.dtype, device=qkv.device)  # attention keeps this order
-    grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(heads, HEADS), rows)
+    block = SMALL if tokens <= FEW else LARGE
+    grid = (triton.cdiv(tokens, block), heads, rows)
     _split_and_store[grid](
         qkv,
         q,
@@ -50,9 +53,9 @@ def split_and_store(
         ROTARY=positions is not None,
         STARTS=isinstance(start, Tensor),
         CHOSEN=chosen is not None,
-        TOKENS=TOKENS,
-        HEADS=HEADS,
+        TOKENS=block,
         num_warps=4,
+        **early(),
     )
     return q.transpose(1, 2)
 
@@ -80,8 +83,9 @@ def _split_and_store(
     STARTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row = tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     real = token < tokens
@@ -96,27 +100,24 @@ def _split_and_store(
     if ROTARY:
         turn = tl.load(position_at + row * position_row + cell * WIDTH + channel, mask=real, other=0.0)
         cos, sin = tl.split(tl.reshape(turn, (TOKENS, WIDTH // 2, 2)))
-    for h in tl.static_range(HEADS):
-        head = tl.program_id(1) * HEADS + h
-        here = real & (head < heads)
-        there = stored & (head < heads)
-        # [R, K, 3, H, D]: a token has all its queries, then its keys, then its values.
-        at = qkv_at + (((row * tokens + token) * 3) * heads + head) * WIDTH
-        factor = tl.exp(tl.minimum(tl.load(log_scale_at + head, mask=head < heads, other=0.0), 4.605170185988092))
-        to = (start + token) * cache_token + row * cache_row + head * cache_head
-        for part in tl.static_range(2):
-            both = tl.load(at + part * heads * WIDTH + channel, mask=here, other=0.0).to(tl.float32)
-            by = 1.0 / tl.maximum(tl.sqrt(tl.sum(both * both, 1))[:, None], 1e-12)
-            if part == 0:
-                by *= factor
-            both *= by
-            if ROTARY:
-                even, odd = tl.split(tl.reshape(both, (TOKENS, WIDTH // 2, 2)))
-                both = tl.interleave(cos * even - sin * odd, sin * even + cos * odd)
-            if part == 0:
-                out = q_at + ((row * tokens + token) * heads + head) * WIDTH + channel
-                tl.store(out, both.to(q_at.dtype.element_ty), mask=here)
-            else:
-                tl.store(k_at + to + channel, both.to(k_at.dtype.element_ty), mask=there)
-        value = tl.load(at + 2 * heads * WIDTH + channel, mask=there, other=0.0)
-        tl.store(v_at + to + channel, value, mask=there)
+    head = tl.program_id(1)
+    # [R, K, 3, H, D]: a token has all its queries, then its keys, then its values.
+    at = qkv_at + (((row * tokens + token) * 3) * heads + head) * WIDTH + channel
+    value = tl.load(at + 2 * heads * WIDTH, mask=stored, other=0.0)
+    factor = tl.exp(tl.minimum(tl.load(log_scale_at + head), 4.605170185988092))
+    to = (start + token) * cache_token + row * cache_row + head * cache_head + channel
+    for part in tl.static_range(2):
+        both = tl.load(at + part * heads * WIDTH, mask=real, other=0.0).to(tl.float32)
+        by = 1.0 / tl.maximum(tl.sqrt(tl.sum(both * both, 1))[:, None], 1e-12)
+        if part == 0:
+            by *= factor
+        both *= by
+        if ROTARY:
+            even, odd = tl.split(tl.reshape(both, (TOKENS, WIDTH // 2, 2)))
+            both = tl.interleave(cos * even - sin * odd, sin * even + cos * odd)
+        if part == 0:
+            out = q_at + ((row * tokens + token) * heads + head) * WIDTH + channel
+            tl.store(out, both.to(q_at.dtype.element_ty), mask=real)
+        else:
+            tl.store(k_at + to, both.to(k_at.dtype.element_ty), mask=stored)
+    tl.store(v_at + to, value, mask=stored)

@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.overlap import early, wait_for_inputs
+
 if TYPE_CHECKING:
     from nextscale.kernels.lens import BitHead
 
 
-TOKENS, STEP = 32, 64  # tokens and channels that a program holds at once
-PROGRAMS = 264  # that run at once on a large GPU
+TOKENS, STEP = 64, 64  # tokens and channels that a program holds at once
+PROGRAMS = 300  # that run at once on a large GPU
 FEW = 8  # tokens of a program that puts the parts together
 
 
@@ -43,6 +45,8 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> Tensor:
         TOKENS=TOKENS,
         STEP=STEP,
         num_warps=4,
+        num_stages=3,
+        **early(),
     )
     _entropy[(triton.cdiv(tokens, FEW), images)](
         sums,
@@ -54,10 +58,11 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> Tensor:
         channels,
         head.eps,
         1 / bits if unit == "bit" else 1.0,
-        parts,
         **sizes,
         TOKENS=FEW,
-        num_warps=2,
+        PARTS=parts,
+        num_warps=4,
+        **early(),
     )
     return entropy
 
@@ -76,8 +81,10 @@ def _sums(
     BLOCK_BITS: tl.constexpr,
     TOKENS: tl.constexpr,
     STEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Of a part of the channels: products with the head's weights, sum, and sum of squares."""
+    wait_for_inputs(EARLY)
     part, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     real = token < tokens
@@ -104,7 +111,7 @@ def _sums(
     tl.store(to + BLOCK_BITS + 1, tl.sum(squares, 1), mask=real)
 
 
-@triton.jit(do_not_specialize=["tokens", "images", "parts"])
+@triton.jit(do_not_specialize=["tokens", "images"])
 def _entropy(
     sums_at,
     total_at,
@@ -115,11 +122,13 @@ def _entropy(
     channels,
     eps,
     by,
-    parts,
     BITS: tl.constexpr,
     BLOCK_BITS: tl.constexpr,
     TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     image = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     real = token < tokens
@@ -128,7 +137,7 @@ def _entropy(
     products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
     sums = tl.zeros((TOKENS,), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
-    for part in tl.range(0, parts):
+    for part in tl.static_range(PARTS):
         at = sums_at + ((part * images + image) * tokens + token) * (BLOCK_BITS + 16)
         products += tl.load(at[:, None] + bit[None, :], mask=real[:, None], other=0.0)
         sums += tl.load(at + BLOCK_BITS, mask=real, other=0.0)

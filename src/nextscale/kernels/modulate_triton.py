@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.overlap import early, wait_for_inputs
 from nextscale.kernels.rows import Parts
 
 if TYPE_CHECKING:
@@ -78,8 +79,14 @@ def _launch(
         TERM=term is not None,
         PLUS_ONE=norm is not None and norm.plus_one,
         RMS=norm is not None and norm.rms,
-        num_warps=4 if channels <= 2048 else 8,
+        num_warps=_warps(rows * tokens, channels),
+        **early(),
     )
+
+
+def _warps(programs: int, channels: int) -> int:
+    """Few programs have the GPU to themselves."""
+    return 16 if programs <= 132 else 4 if channels <= 2048 else 8
 
 
 def _per_row(vector: Tensor | None) -> int:
@@ -117,7 +124,9 @@ def _sum_and_norm(
     TERM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     RMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row, token = tl.program_id(1).to(tl.int64), tl.program_id(0)
     channel = tl.arange(0, BLOCK)
     real = channel < CHANNELS
@@ -126,6 +135,11 @@ def _sum_and_norm(
     if INDEX:
         cell = tl.load(index_at + row * tokens + token)
     x = tl.load(x_at + row * x_row + cell * x_token + channel, mask=real, other=0.0)
+    # Asked for before they are needed: the sums over channels make all threads wait.
+    if FACTOR:
+        factor = tl.load(factor_at + row * factor_row + channel, mask=real, other=0.0)
+    if TERM:
+        term = tl.load(term_at + row * term_row + channel, mask=real, other=0.0)
     if PARTS:
         delta = tl.load(delta_at + to, mask=real, other=0.0).to(tl.float32)
         for part in tl.static_range(1, PARTS):
@@ -142,8 +156,7 @@ def _sum_and_norm(
             x = tl.where(real, x - tl.sum(x, 0) / CHANNELS, 0.0)
         y = x * tl.rsqrt(tl.sum(x * x, 0) / CHANNELS + eps)
         if FACTOR:
-            factor = tl.load(factor_at + row * factor_row + channel, mask=real, other=0.0)
             y *= factor + 1.0 if PLUS_ONE else factor
         if TERM:
-            y += tl.load(term_at + row * term_row + channel, mask=real, other=0.0)
+            y += term
         tl.store(normed_at + to, y.to(normed_at.dtype.element_ty), mask=real)

@@ -17,7 +17,7 @@ from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.modulate import Norm
-from nextscale.kernels.rows import linear_for_sum
+from nextscale.kernels.rows import linear, linear_for_sum
 from nextscale.models.base import per_row, shared
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
@@ -101,7 +101,7 @@ class TextAttention(nn.Module):
         if x is None:
             q = self.query.to(k.dtype).expand(len(k), -1, -1).unsqueeze(2)
         else:
-            q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            q = linear(x, self.q).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         if self.rounded:
             q, k, v = (t.bfloat16().float() for t in (q, k, v))
         scale = 1 / math.sqrt(q.shape[-1])

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Layers behind which a graph is cut: the first pieces are short, and hide how long the rest takes to launch.
 CUTS = (1, 5)
+STEP = 16  # slots are rounded up to a multiple of it
 WASTE = 1.2  # times the slots that are needed: rather than capturing anew, which runs the scale twice and more
 
 
@@ -274,14 +275,14 @@ class Graphs(Eager):
 
 def enough_room(need: tuple[int, ...], have: Iterable[tuple[int, ...]], tokens: int) -> tuple[int, ...]:
     """Slots of every layer: those of a graph that has enough of them and not many more, or else rounded up."""
-    rounded = tuple(min(round_up(n), tokens) for n in need)
-    fitting = [slots for slots in have if all(map(operator.le, need, slots)) and sum(slots) <= WASTE * sum(rounded)]
-    return min(fitting, key=sum, default=rounded)
+    most = WASTE * sum(need) + STEP * len(need)
+    fitting = [slots for slots in have if sum(slots) <= most and all(map(operator.le, need, slots))]
+    return min(fitting, key=sum) if fitting else tuple(min(round_up(n), tokens) for n in need)
 
 
 def round_up(n: int) -> int:
     """By an eighth at most, or to a multiple of 16."""
-    step = max(2 ** (n.bit_length() - 4), 16) if n > 16 else 16
+    step = max(2 ** (n.bit_length() - 4), STEP) if n > STEP else STEP
     return -(-n // step) * step
 
 
