@@ -109,10 +109,10 @@ def test_methods_in_graphs(name: str, monkeypatch) -> None:
     record = graphs.record
 
     def without_waiting(run, program):
-        def checked():
+        def checked(*pieces):
             torch.cuda.set_sync_debug_mode("error" if program.graphs else "default")  # compiling waits
             try:
-                return run()
+                return run(*pieces)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 

@@ -12,11 +12,12 @@ from torch.nn import functional as F
 from nextscale.entropy import attention_entropy, token_entropy
 from nextscale.kernels.attention import attend, reference, runs_on
 from nextscale.kernels.fp8 import FP8Linear, round_rows
+from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.keys import stores
 from nextscale.kernels.lens import BitHead, fused_lens, looks
 from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.norm import group_norm, join
-from nextscale.kernels.rows import Parts, linear, linear_for_sum, linear_gelu
+from nextscale.kernels.rows import Parts, linear_for_sum
 from nextscale.kv import LayerCache, taken
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.linkage import MOST, Linkage
@@ -139,13 +140,7 @@ def test_a_linear_layer_for_few_rows(device: str, rows) -> None:
     found = linear_for_sum(x, layer)
     assert isinstance(found, Parts) == (device == "cuda" and rows != (2, 65))
     total = found.total() if isinstance(found, Parts) else found
-    exact = layer.double()(x.double())
-    layer.to(x)
-    bias = torch.randn(128, device=device).to(x)
-    assert off(total, exact) < 0.01
-    assert off(linear(x, layer), exact) < 0.01
-    assert off(linear(x, layer, bias), exact - layer.bias.double() + bias.double()) < 0.01
-    assert off(linear_gelu(x, layer), F.gelu(exact, approximate="tanh")) < 0.01
+    assert off(total, layer.double()(x.double())) < 0.01
 
 
 @on_both

@@ -248,6 +248,7 @@ class Pipeline:
             pictures = None if output_type == "latent" else self._decode(features, executor)
             # While a GPU decodes:
             tokens = copied(run.tokens)
+            executor.check(self.backbone)
             trace.header = self._header(method, executor)
             images: Any = features
             if pictures is not None:

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.overlap import early, wait_for_inputs
-
 
 def fused(
     q: Tensor,
@@ -48,7 +46,6 @@ def fused(
         HAS_LENGTH=length is not None,
         ENTROPY=entropy,
         **tuned,
-        **early(),
     )
     return out.transpose(1, 2), None if spread is None else spread.mean(1)
 
@@ -90,9 +87,7 @@ def _attention(
     ENTROPY: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
     if HAS_LENGTH:

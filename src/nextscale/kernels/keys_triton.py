@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.overlap import early, wait_for_inputs
-
 if TYPE_CHECKING:
     from nextscale.methods.selection import Selection
     from nextscale.models.layers import SelfAttention
@@ -55,7 +53,6 @@ def split_and_store(
         CHOSEN=chosen is not None,
         TOKENS=block,
         num_warps=4,
-        **early(),
     )
     return q.transpose(1, 2)
 
@@ -83,9 +80,7 @@ def _split_and_store(
     STARTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     TOKENS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
     row = tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     real = token < tokens

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.overlap import early, wait_for_inputs
-
 if TYPE_CHECKING:
     from nextscale.kernels.lens import BitHead
 
@@ -46,7 +44,6 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> Tensor:
         STEP=STEP,
         num_warps=4,
         num_stages=3,
-        **early(),
     )
     _entropy[(triton.cdiv(tokens, FEW), images)](
         sums,
@@ -62,7 +59,6 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> Tensor:
         TOKENS=FEW,
         PARTS=parts,
         num_warps=4,
-        **early(),
     )
     return entropy
 
@@ -81,10 +77,8 @@ def _sums(
     BLOCK_BITS: tl.constexpr,
     TOKENS: tl.constexpr,
     STEP: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Of a part of the channels: products with the head's weights, sum, and sum of squares."""
-    wait_for_inputs(EARLY)
     part, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     real = token < tokens
@@ -126,9 +120,7 @@ def _entropy(
     BLOCK_BITS: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
     image = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     real = token < tokens

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.overlap import early, wait_for_inputs
 from nextscale.kernels.rows import Parts
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ def _launch(
         PLUS_ONE=norm is not None and norm.plus_one,
         RMS=norm is not None and norm.rms,
         num_warps=_warps(rows * tokens, channels),
-        **early(),
     )
 
 
@@ -124,9 +122,7 @@ def _sum_and_norm(
     TERM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     RMS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
     row, token = tl.program_id(1).to(tl.int64), tl.program_id(0)
     channel = tl.arange(0, BLOCK)
     real = channel < CHANNELS

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.overlap import early, wait_for_inputs
-
 if TYPE_CHECKING:
     from nextscale.methods.selection import Selection
     from nextscale.schedule import Grid
@@ -58,7 +56,6 @@ def fused_restore(
         BILINEAR=mode == "bilinear",
         ADDED=added is not None,
         num_warps=4,
-        **early(),
     )
     return out
 
@@ -92,9 +89,7 @@ def _restore(
     BLOCK: tl.constexpr,
     BILINEAR: tl.constexpr,
     ADDED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
     row, cell = tl.program_id(1).to(tl.int64), tl.program_id(0)
     channel = tl.arange(0, BLOCK)
     real = channel < CHANNELS

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.overlap import early, wait_for_inputs
-
 if TYPE_CHECKING:
     from nextscale.methods.linkage import Linkage
 
@@ -55,7 +53,6 @@ def fused_link_and_select(
         COPIES=copies,
         LAYERS=triton.next_power_of_2(len(notes)),
         **_blocks(cells),
-        **early(),
     )
     return index, kept, slot
 
@@ -148,9 +145,7 @@ def _link_and_select(
     COPIES: tl.constexpr,
     LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
     image = tl.program_id(0)
     cell = tl.arange(0, BLOCK)
     real = cell < cells

@@ -17,7 +17,7 @@ from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.modulate import Norm
-from nextscale.kernels.rows import linear, linear_for_sum
+from nextscale.kernels.rows import linear_for_sum
 from nextscale.models.base import per_row, shared
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
@@ -87,9 +87,9 @@ class TextAttention(nn.Module):
         self.v_bias = nn.Parameter(torch.zeros(width))  # the key has no bias
         self.proj = nn.Linear(width, width)
 
-    def keys(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [R, H, T, D] of the prompts [R, T, text_dim]."""
-        bias = torch.cat((torch.zeros_like(self.v_bias), self.v_bias))
+    def keys(self, text: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """k, v [R, H, T, D] of the prompts [R, T, text_dim]; `key_biases` gives the bias."""
+        bias = key_biases([self])[0] if bias is None else bias
         kv = F.linear(text.to(self.kv.weight.dtype), self.kv.weight, bias)
         k, v = kv.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return k, v
@@ -101,7 +101,7 @@ class TextAttention(nn.Module):
         if x is None:
             q = self.query.to(k.dtype).expand(len(k), -1, -1).unsqueeze(2)
         else:
-            q = linear(x, self.q).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         if self.rounded:
             q, k, v = (t.bfloat16().float() for t in (q, k, v))
         scale = 1 / math.sqrt(q.shape[-1])
@@ -112,6 +112,12 @@ class TextAttention(nn.Module):
         if self.rounded:
             out = out.bfloat16().to(self.v_bias.dtype)
         return out.transpose(1, 2).flatten(2)
+
+
+def key_biases(attns: Sequence[TextAttention]) -> list[Tensor]:
+    """Of keys and values side by side, [2 C] for every layer."""
+    nothing = torch.zeros_like(attns[0].v_bias)
+    return list(torch.cat([t for a in attns for t in (nothing, a.v_bias)]).chunk(len(attns)))
 
 
 class InfinityBlock(ModulatedBlock):
@@ -229,14 +235,15 @@ class Infinity(ModulatedBackbone):
         text, lengths, mask = inputs
         assert text is not None
         c, memory = self.read_text(text, mask)
-        shared = self.shared_modulation(c)
+        offsets = torch.stack([b.offset for b in self.blocks])
+        biases = key_biases([b.cross for b in self.blocks])
         return InfinityState(
             text_lengths=lengths,
             condition=c,
-            modulation=[b.offset + shared for b in self.blocks],
+            modulation=list((offsets + self.shared_modulation(c)).unbind()),
             head_modulation=self.head_modulation(c),
             biases=attention_biases([b.attn for b in self.blocks]),
-            text_keys=[b.cross.keys(memory) for b in self.blocks],
+            text_keys=[b.cross.keys(memory, bias) for b, bias in zip(self.blocks, biases, strict=True)],
             text_mask=mask,
             rotary=rotary_table(self.head_dim, schedule, self.device)[None],
         )

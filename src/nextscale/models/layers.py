@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.kernels.rows import Parts, linear, linear_for_sum, linear_gelu
+from nextscale.kernels.fp8 import FP8Linear
+from nextscale.kernels.gelu import linear_gelu
+from nextscale.kernels.rows import Parts, linear_for_sum
 
 MAX_LOG_SCALE = math.log(100)
 
@@ -77,7 +79,9 @@ class SelfAttention(nn.Module):
     def ask(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Queries, keys and values side by side, [R, K, 3, H, D] of x [R, K, C]; `attention_biases` gives the bias."""
         bias = attention_biases([self])[0] if bias is None else bias
-        return linear(x, self.qkv, bias).unflatten(-1, (3, self.heads, -1))
+        fp8 = isinstance(self.qkv, FP8Linear)
+        qkv = self.qkv(x, bias) if fp8 else F.linear(x, self.qkv.weight, bias)
+        return qkv.unflatten(-1, (3, self.heads, -1))
 
     def split(self, qkv: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Each [R, H, K, D]; queries and keys normalised and turned to their positions."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.kernels.norm import group_norm, join
+from nextscale.packing import pack
 from nextscale.tokenizers.autoencoder import Decoder, Level, ResidualBlock
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -34,6 +35,7 @@ class GPUDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         decoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        pack([decoder])
         levels: Any = reversed(decoder.up)
         self.enlarging: dict[Level, Tensor] = {}
         self.ends: dict[ResidualBlock, Tensor] = {}  # what a block's sum lacks, per channel

@@ -107,6 +107,9 @@ class Eager:
     def close(self, work: Work, run: Run) -> None:
         """All its scales have been run."""
 
+    def check(self, backbone: Backbone) -> None:
+        """Complain about scales whose logits were not finite. Asked when the host has nothing else to do."""
+
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
         """Maps [B, d, H, W] -> pictures [B, 3, H, W] in [-1, 1]."""
         return tokenizer.decode(features)

@@ -24,6 +24,8 @@ from torch import Tensor
 from nextscale.draws import PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.base import Policy, Stats
+from nextscale.models.base import Backbone
+from nextscale.packing import pack
 from nextscale.run import Run, not_finite
 from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Task, Work
@@ -71,6 +73,7 @@ class Graphs(Eager):
         key = (work.backbone, work.schedule, work.sampling, shapes, images, guided, method)
         if self.program is None or self.key != key:
             self.program = None  # frees the old one first
+            pack(work.backbone.blocks)
             run = super().open(work, inputs, images, guided)
             tokens = work.backbone.context + work.schedule.tokens
             if passive(work.policy):
@@ -86,12 +89,8 @@ class Graphs(Eager):
         """A graph that makes the state from its inputs. It has been made before, so nothing is left to compile."""
         graph = Pieces(program.pool)
         torch.cuda.synchronize()
-        with torch.cuda.stream(program.side):
-            graph.begin()
-            try:
-                state = work.backbone.prepare(program.inputs, work.schedule)
-            finally:
-                graph.end()
+        with torch.cuda.stream(program.side), graph.capturing():
+            state = work.backbone.prepare(program.inputs, work.schedule)
         torch.cuda.synchronize()
         return graph, state
 
@@ -197,13 +196,9 @@ class Graphs(Eager):
         torch.cuda.synchronize()
         pieces = Pieces(program.pool)
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            pieces.begin()
-            try:
-                made = run(pieces)
-                program.features.copy_(made.step.features)
-            finally:
-                pieces.end()
+        with torch.cuda.stream(side), pieces.capturing():
+            made = run(pieces)
+            program.features.copy_(made.step.features)
         torch.cuda.current_stream().wait_stream(side)
         return pieces, made
 
@@ -216,7 +211,7 @@ class Graphs(Eager):
             self.capturing.pieces.cut()
 
     def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Any) -> None:
-        """Reading a number would make the host wait: `close` does it, once."""
+        """Reading a number would make the host wait: `check` does it, later."""
         if self.capturing is None:
             super().require_finite(raw, logits, scale, backbone)
         else:
@@ -249,11 +244,8 @@ class Graphs(Eager):
         before = program.arena.memory.data_ptr()
         with torch.inference_mode(), program.arena.lent() as pool, torch.cuda.stream(program.side):
             graph = Pieces(pool)
-            graph.begin()
-            try:
+            with graph.capturing():
                 pictures.copy_(self.fast_decode(tokenizer, place))
-            finally:
-                graph.end()
         torch.cuda.synchronize()
         if program.arena.memory.data_ptr() != before:  # the caches did not come back to where they were
             program.graphs.clear()
@@ -266,11 +258,13 @@ class Graphs(Eager):
         if not self.program.settled:
             run.kv.clear()
             self.program.settle(self.program.needed())
-        self.ran[-1][1].graph.wait()
+
+    def check(self, backbone: Backbone) -> None:
         for scale, captured in self.ran:
+            captured.graph.wait()
             guided, raw = captured.made.told.largest
             if not math.isfinite(guided):
-                raise not_finite(math.isfinite(raw), scale, work.backbone)
+                raise not_finite(math.isfinite(raw), scale, backbone)
 
 
 def enough_room(need: tuple[int, ...], have: Iterable[tuple[int, ...]], tokens: int) -> tuple[int, ...]:

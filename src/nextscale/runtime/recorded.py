@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +72,20 @@ class Pieces:
         self.graphs: list[Any] = []
         self.telling = -1  # the piece behind which all that the host asks for has been written
         self.told = torch.cuda.Event()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """What is asked of the device meanwhile is not done, but becomes a graph."""
+        # Old programs must not be collected now: their memory cannot be given back during a capture.
+        collects = gc.isenabled()
+        gc.disable()
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+            if collects:
+                gc.enable()
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
