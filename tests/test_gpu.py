@@ -85,7 +85,7 @@ def test_graphs_give_the_tokens_of_eager(make) -> None:
         for first in (0, 2):
             expected, found = (ask(p, 2, first=first, method=method) for p in (pipe, other))
             assert same_tokens(expected, found), method
-    assert other.executor.program.graphs, "something was captured"
+    assert other.executor.program.shelves, "something was captured"
 
 
 def test_graphs_read_the_prompts_of_the_call_at_work() -> None:
@@ -110,7 +110,7 @@ def test_methods_in_graphs(name: str, monkeypatch) -> None:
 
     def without_waiting(run, program):
         def checked(*pieces):
-            torch.cuda.set_sync_debug_mode("error" if program.graphs else "default")  # compiling waits
+            torch.cuda.set_sync_debug_mode("error" if program.shelves else "default")  # compiling waits
             try:
                 return run(*pieces)
             finally:

@@ -288,7 +288,10 @@ def test_group_norm(device: str, channels: int, side: int, silu: bool) -> None:
         assert off(group_norm(x, added, norm, silu), exact) < 0.01
     h = torch.randn_like(x)
     total = x.double() + h.double() + offset.double()[:, None, None]
-    assert off(join(x, h, offset), total) < 0.01
+    joined, sums = join(x, h, offset, 32)
+    assert off(joined, total) < 0.01
+    found = group_norm(joined.clone(memory_format=torch.preserve_format), None, norm, silu, sums=sums)
+    assert off(found, group_norm(joined, None, norm, silu)) < 0.01
 
 
 @on_both

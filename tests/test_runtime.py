@@ -20,12 +20,13 @@ from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Method, Policy
 from nextscale.methods.residual import Places, TokenCaches
-from nextscale.methods.room import Deviations
+from nextscale.methods.room import LEAST, Deviations
 from nextscale.run import Rows
 from nextscale.runtime import make_executor
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.decoder import GPUDecoder, doubled
-from nextscale.runtime.graphs import Graphs, enough_room, round_up
+from nextscale.runtime.graphs import Graphs
+from nextscale.runtime.shelf import COST, Shelf, round_up
 from nextscale.schedule import Schedule
 from nextscale.tokenizers.autoencoder import Decoder, Upsample
 
@@ -250,18 +251,27 @@ def test_room_is_learned_from_earlier_calls() -> None:
     assert seen.highest(0, 8, [0.0, 0.0]) == [0.25, 0.25]
     assert seen.highest(8, 9, [0.2, -0.1]) == pytest.approx([0.3, 0.0])
     seen.learn(8, 9, [0.2, -0.1], [0.3, -0.2])
-    assert seen.highest(8, 9, [0.0, 0.0]) == pytest.approx([0.16, -0.04])
+    assert seen.highest(8, 9, [0.0, 0.0]) == pytest.approx([0.1 + 0.05 + LEAST, -0.1 + 0.05 + LEAST])
     seen.learn(8, 9, [0.2, -0.1], [0.1, -0.2])
-    assert seen.highest(8, 9, [0.0, 0.0]) == pytest.approx([0.1 + 0.01 + 0.2, -0.1 + 0.01])
+    assert seen.highest(8, 9, [0.0, 0.0]) == pytest.approx([0.1 + LEAST + 0.2, -0.1 + LEAST])
 
 
 def test_slots_are_rounded_up_a_little() -> None:
     for n in (1, 16, 17, 100, 662, 4095):
         assert n <= round_up(n) <= max(n * 1.125 + 1, n + 15)
-    assert enough_room((100, 600), [], 4096) == (112, 640)
-    assert enough_room((100, 600), [(112, 704)], 4096) == (112, 704), "a graph that is there, and not much larger"
-    assert enough_room((100, 600), [(112, 1024)], 4096) == (112, 640)
-    assert enough_room((100, 600), [(96, 704)], 620) == (112, 620)
+    shelf = Shelf()
+    assert shelf.slots((100, 600), 4096) == (112, 640)
+    assert shelf.slots((112, 600), 4096) == (112, 640), "a graph that is there"
+    assert shelf.slots((120, 600), 620) == (128, 620), "too little room in one layer, and never more than all"
+    assert shelf.slots((100, 600), 4096) == (128, 620), "the smaller one"
+    large = shelf.slots((200, 1000), 4096)
+    asked = [shelf.slots((60, 700), 4096) for _ in range(100)]
+    assert asked[0] == large, "it has enough room, and capturing costs more than one scale"
+    assert asked[-1] == (64, 704), "but not more than many"
+    used = asked.count(large)
+    assert COST < used * (sum(large) / (760 + 16) - 1) + 1 < COST + 2, "as much was wasted as a capture costs"
+    assert shelf.slots((150, 700), 4096) == large
+    assert Shelf().slots((), 64) == ()
 
 
 @pytest.mark.parametrize("like", [None, NOVA(t_est=2, alpha=10, uncomputed="nothing")])

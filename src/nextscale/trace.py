@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Decision, Policy, Stats
-from nextscale.methods.selection import Selection
+from nextscale.methods.base import Choices, Decision, Policy, Stats
 from nextscale.models.base import Backbone, State
 from nextscale.run import Rows
 from nextscale.schedule import Scale, Schedule
@@ -36,7 +35,7 @@ class TracedImage:
 @dataclass(frozen=True)
 class _Ran:
     rows: Rows
-    chosen: list[dict[str, Selection | None]]  # per layer and part; None = all
+    chosen: Choices  # per layer and part; None = all
     text_lengths: Tensor | None  # [R]
     context: int
 

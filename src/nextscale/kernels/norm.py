@@ -16,20 +16,25 @@ except ImportError:  # a CPU build of torch comes without Triton
 
 
 def group_norm(
-    x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool = True, inplace: bool = False
+    x: Tensor,
+    offset: Tensor | None,
+    norm: nn.GroupNorm,
+    silu: bool = True,
+    inplace: bool = False,
+    sums: Tensor | None = None,
 ) -> Tensor:
-    """Of x + offset, [B, C, H, W]; `inplace`: nobody needs x any more."""
+    """Of x + offset, [B, C, H, W]; `inplace`: nobody needs x any more; `sums`: what `join` gave with x."""
     if runs_on(x):
-        return fused_norm(x, offset, norm, silu, inplace)
+        return fused_norm(x, offset, norm, silu, inplace, sums)
     y = norm(x if offset is None else x + offset[:, None, None])
     return F.silu(y) if silu else y
 
 
-def join(x: Tensor, h: Tensor, offset: Tensor) -> Tensor:
-    """x + h + offset, in the place of h."""
+def join(x: Tensor, h: Tensor, offset: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
+    """x + h + offset, in the place of h; and what a norm of so many groups needs of it, if that costs nothing now."""
     if runs_on(h):
-        return fused_join(x, h, offset)
-    return h.add_(x).add_(offset[:, None, None])
+        return fused_join(x, h, offset, groups)
+    return h.add_(x).add_(offset[:, None, None]), None
 
 
 def runs_on(x: Tensor) -> bool:

@@ -11,16 +11,18 @@ TILE = 4096  # numbers that a program holds at once
 PARTS = 512  # programs that share the pixels of a picture
 
 
-def fused_norm(x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool, inplace: bool = False) -> Tensor:
+def fused_norm(
+    x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool, inplace: bool, sums: Tensor | None
+) -> Tensor:
+    """`sums` of x, if they are known."""
     batch, channels, height, width = x.shape
     pixels, groups, rows = height * width, norm.num_groups, TILE // channels
-    parts = min(PARTS, triton.cdiv(pixels, rows))
-    each = triton.cdiv(triton.cdiv(pixels, parts), rows) * rows  # pixels of a part
-    sums = torch.empty(batch, parts, 2, groups, dtype=torch.float32, device=x.device)
+    if sums is None:
+        sums = _summed(x, None, offset, groups)
+    parts = sums.shape[1]
     affine = torch.empty(batch, 2, channels, dtype=torch.float32, device=x.device)
     added = x if offset is None else offset
     sizes = {"CHANNELS": channels, "GROUPS": groups, "HAS_OFFSET": offset is not None}
-    _sums[(parts, batch)](x, added, sums, pixels, each, parts, ROWS=rows, **sizes, num_warps=4)
     block = triton.next_power_of_2(parts)
     count = float(pixels * (channels // groups))
     _affine[(groups, batch)](
@@ -32,15 +34,40 @@ def fused_norm(x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool,
     return out
 
 
-def fused_join(x: Tensor, h: Tensor, offset: Tensor) -> Tensor:
-    channels = h.shape[1]
-    _join[(triton.cdiv(h.numel(), TILE),)](x, h, offset, h.numel(), CHANNELS=channels, TILE=TILE, num_warps=8)
-    return h
+def fused_join(x: Tensor, h: Tensor, offset: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """In the place of h, and the sums that the next norm asks for."""
+    return h, _summed(x, h, offset, groups)
+
+
+def _summed(x: Tensor, h: Tensor | None, offset: Tensor | None, groups: int) -> Tensor:
+    """Sums and sums of squares of every group over parts of the pixels, [B, parts, 2, groups]."""
+    batch, channels, height, width = x.shape
+    pixels, rows = height * width, TILE // channels
+    parts = min(PARTS, triton.cdiv(pixels, rows))
+    each = triton.cdiv(triton.cdiv(pixels, parts), rows) * rows  # pixels of a part
+    sums = torch.empty(batch, parts, 2, groups, dtype=torch.float32, device=x.device)
+    _sums[(parts, batch)](
+        x,
+        x if h is None else h,
+        x if offset is None else offset,
+        sums,
+        pixels,
+        each,
+        parts,
+        CHANNELS=channels,
+        GROUPS=groups,
+        HAS_OFFSET=offset is not None,
+        JOIN=h is not None,
+        ROWS=rows,
+        num_warps=4,
+    )
+    return sums
 
 
 @triton.jit
 def _sums(
     x_at,
+    h_at,
     offset_at,
     sums_at,
     pixels,
@@ -49,8 +76,10 @@ def _sums(
     CHANNELS: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    JOIN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Of x + offset; or of x + h + offset, which is also put into the place of h."""
     picture = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, CHANNELS)[None, :]
     first = tl.program_id(0) * each
@@ -62,8 +91,13 @@ def _sums(
     for start in tl.range(first, tl.minimum(first + each, pixels), ROWS):
         pixel = start + tl.arange(0, ROWS)[:, None]
         real = pixel < pixels
-        x = tl.load(x_at + (picture * pixels + pixel) * CHANNELS + channel, mask=real, other=0.0).to(tl.float32)
-        x = tl.where(real, x + offset, 0.0)
+        at = (picture * pixels + pixel) * CHANNELS + channel
+        x = tl.load(x_at + at, mask=real, other=0.0).to(tl.float32) + offset
+        if JOIN:
+            rounded = (x + tl.load(h_at + at, mask=real, other=0.0)).to(h_at.dtype.element_ty)
+            tl.store(h_at + at, rounded, mask=real)
+            x = rounded.to(tl.float32)
+        x = tl.where(real, x, 0.0)
         total += x
         squares += x * x
     group = tl.arange(0, GROUPS)
@@ -118,13 +152,3 @@ def _apply(x_at, affine_at, out_at, pixels, CHANNELS: tl.constexpr, ROWS: tl.con
     if SILU:
         y = y * tl.sigmoid(y)
     tl.store(out_at + at, y.to(out_at.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def _join(x_at, h_at, offset_at, numbers, CHANNELS: tl.constexpr, TILE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    real = at < numbers
-    x = tl.load(x_at + at, mask=real, other=0.0).to(tl.float32)
-    h = tl.load(h_at + at, mask=real, other=0.0).to(tl.float32)
-    offset = tl.load(offset_at + at % CHANNELS).to(tl.float32)
-    tl.store(h_at + at, (x + h + offset).to(h_at.dtype.element_ty), mask=real)

@@ -84,18 +84,25 @@ def _keep(score, real, count, index_at, kept_at, slot_at, row, rows, cells, slot
     # As whole numbers from 0 on, in the order of the scores; what is no cell is below all of them.
     number = tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
     number = tl.where(real, number, 0)
-    lowest = tl.zeros((), tl.uint32)
+    # Bits that all of them share need no search.
+    largest = tl.max(number, 0)
+    shared = largest ^ tl.min(tl.where(real, number, largest), 0)
     one = tl.full((), 1 << 30, tl.uint32)
-    for _ in tl.range(16):  # unrolled it would take long to compile
+    while (one > 1) & (shared < one):
+        one = one >> 2
+    lowest = largest - (largest & (3 * one + (one - 1)))
+    many = cells  # are at least `lowest`; as soon as they are as many as are wanted, it is found
+    while (one > 0) & (many != count):
         # How many are at least lowest + 1, + 2, + 3 of these two bits: three numbers in one sum.
         first = (number >= lowest + one).to(tl.int64)
         second = (number >= lowest + 2 * one).to(tl.int64)
         third = (number >= lowest + 3 * one).to(tl.int64)
-        many = tl.sum(first + (second << 20) + (third << 40), 0)
-        up = ((many & 0xFFFFF) >= count).to(tl.uint32)
-        up += (((many >> 20) & 0xFFFFF) >= count).to(tl.uint32)
-        up += ((many >> 40) >= count).to(tl.uint32)
-        lowest += up * one
+        sums = tl.sum(first + (second << 20) + (third << 40), 0)
+        for digit in tl.static_range(3):
+            least = ((sums >> (20 * digit)) & 0xFFFFF).to(tl.int32)
+            enough = least >= count
+            lowest += tl.where(enough, one, 0)
+            many = tl.where(enough, least, many)
         one = one >> 2
     above = (number > lowest) & real
     equal = (number == lowest) & real

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nextscale.run import Rows
 
 M = TypeVar("M", bound="Method")
+Choices = Sequence[dict[str, Selection | None]]
 Group = tuple[str, ...]  # parts of a block whose tokens are selected together
 SCHEMA = 1  # of stored methods and presets
 
@@ -70,7 +71,7 @@ class Stats:
     scale: Scale
     rows: Rows
     lens: Callable[..., Tensor]  # (hidden states [R, N, C], guided, codes) -> the head's logits per image
-    chosen: list[dict[str, Selection | None]] = field(default_factory=list)  # per layer, of every part; None = all
+    chosen: Choices = field(default_factory=list)  # per layer, of every part; None = all
     attention_entropy: list[Tensor] = field(default_factory=list)  # per layer [R, K], if the plan needs it
     context: int = 0  # tokens that ran in front of the scale's own
     slots: tuple[int, ...] = ()  # room for the tokens of each layer; () = as many as it keeps

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 FIRST = 0.25  # a layer's deviation at the first reduced scale, if nothing is known
 CHANGE = 0.1  # by how much it will rise to the next one, if nothing is known
 ONCE = 0.05  # room for surprises behind what was seen once
-LEAST = 0.01  # and behind what was seen more often, beside as much again as it varied
+LEAST = 0.004  # and behind what was seen more often, beside as much again as it varied
 
 
 class Deviations:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.attention import attention
+from nextscale.devices import sent
 from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kernels.attention import attend, runs_on
@@ -216,13 +217,13 @@ class Infinity(ModulatedBackbone):
     def read(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """The prompts as text [R, T, text_dim], lengths [R] and mask [R, 1, 1, T] (None if no row is padded)."""
         rows = self.text_rows(condition, guided)
-        lengths = torch.tensor([len(t) for t in rows], device=self.device)
-        text = nn.utils.rnn.pad_sequence([t.float() for t in rows], batch_first=True)
-        text = F.pad(text, (0, 0, 0, -text.shape[1] % condition.slots))
-        mask = None
-        if {len(t) for t in rows} != {text.shape[1]}:
-            mask = (torch.arange(text.shape[1], device=self.device) < lengths[:, None])[:, None, None]
-        return text, lengths, mask
+        counts = torch.tensor([len(t) for t in rows])
+        slots = -(-int(counts.max()) // condition.slots) * condition.slots
+        text = torch.zeros(len(rows), slots, rows[0].shape[1], device=self.device)
+        for place, row in zip(text, rows, strict=True):
+            place[: len(row)] = row
+        mask = (torch.arange(slots) < counts[:, None])[:, None, None]
+        return text, sent(counts, self.device), None if mask.all() else sent(mask, self.device)
 
     def read_text(self, text: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Pooled condition [R, C] and what cross-attention reads, [R, T, C]."""

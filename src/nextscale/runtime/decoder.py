@@ -57,28 +57,34 @@ class GPUDecoder:
     def run(self, z: Tensor) -> Tensor:
         d: Any = self.decoder
         late = None
-        x = self.block(d.mid.block_1, d.conv_in(z.contiguous(memory_format=torch.channels_last)), None)
-        x = self.block(d.mid.block_2, x if d.mid.attn_1 is None else d.mid.attn_1(x), None)
+        x, sums = self.block(d.mid.block_1, d.conv_in(z.contiguous(memory_format=torch.channels_last)), None, None)
+        if d.mid.attn_1 is not None:
+            x, sums = d.mid.attn_1(x), None
+        x, sums = self.block(d.mid.block_2, x, None, sums)
         for level in reversed(d.up):
             for i, block in enumerate(level.block):
                 held = [x]
                 del x  # the block alone decides how long its input stays
-                x = self.block(block, held.pop(), None if i else late)
-                x = level.attn[i](x) if len(level.attn) else x
+                x, sums = self.block(block, held.pop(), None if i else late, sums)
+                if len(level.attn):
+                    x, sums = level.attn[i](x), None
             if level.upsample is not None:
-                x = F.conv_transpose2d(x, self.enlarging[level], stride=2, padding=1)
+                x, sums = F.conv_transpose2d(x, self.enlarging[level], stride=2, padding=1), None
                 late = level.upsample.conv.bias
-        return F.pixel_shuffle(d.conv_out(group_norm(x, None, d.norm_out, inplace=True)), d.fold)
+        return F.pixel_shuffle(d.conv_out(group_norm(x, None, d.norm_out, inplace=True, sums=sums)), d.fold)
 
-    def block(self, block: ResidualBlock, x: Tensor, late: Tensor | None) -> Tensor:
+    def block(
+        self, block: ResidualBlock, x: Tensor, late: Tensor | None, sums: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Its output, and what the next norm needs of it; `sums` is that of its input, if it is known."""
         # Maps are large: what nobody reads any more is written over.
         short = block.nin_shortcut
         kept = x if short is None else F.conv2d(x, short.weight)
-        normed = group_norm(x, late, block.norm1, inplace=short is not None)
+        normed = group_norm(x, late, block.norm1, inplace=short is not None, sums=sums)
         h = F.conv2d(normed, block.conv1.weight, padding=1)
         del x, normed
         h = F.conv2d(group_norm(h, block.conv1.bias, block.norm2, inplace=True), block.conv2.weight, padding=1)
-        return join(kept, h, self.ends[block])
+        return join(kept, h, self.ends[block], block.norm1.num_groups)
 
 
 def _missing(block: ResidualBlock, late: Tensor | None) -> Tensor:

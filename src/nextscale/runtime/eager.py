@@ -152,7 +152,8 @@ class Eager:
                 return combine(self.head(backbone, state, hidden), rows.images, rows.guided, weight)
             return self.head(backbone, state, hidden[: rows.images], codes)  # conditional rows come first
 
-        stats = Stats(scale, rows, lens, slots=self.slots, token_entropy=self.token_entropy)
+        chosen_by_layer: list[dict[str, Selection | None]] = []
+        stats = Stats(scale, rows, lens, chosen_by_layer, slots=self.slots, token_entropy=self.token_entropy)
         stats.fast_lens = self.fast_lens(backbone, state, rows.images, x)
         positions = backbone.positions(state, scale)
         # Context tokens stand in front of the first scale: they are always computed, and methods do not see them.
@@ -181,7 +182,7 @@ class Eager:
                 stream = Stream(torch.cat((y[:, :before], filled), dim=1) if before else filled)
             if layer in work.guide_after:
                 stream = Stream(combine_inside(stream.sum, rows.images, rows.guided, weight))
-            stats.chosen.append(taken)
+            chosen_by_layer.append(taken)
             if isinstance(memory, WatchedCache):
                 stats.attention_entropy.append(memory.entropy[:, before:])
             self.layer_done(layer)

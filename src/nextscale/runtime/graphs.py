@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Task, Work
 from nextscale.runtime.program import SHARE, Inputs, Program
 from nextscale.runtime.recorded import Captured, Capturing, Chosen, Pieces, Recorded, Report, Told, Used
+from nextscale.runtime.shelf import Shelf
 from nextscale.schedule import Scale
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -38,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 # Layers behind which a graph is cut: the first pieces are short, and hide how long the rest takes to launch.
 CUTS = (1, 5)
-STEP = 16  # slots are rounded up to a multiple of it
-WASTE = 1.2  # times the slots that are needed: rather than capturing anew, which runs the scale twice and more
 
 
 class Graphs(Eager):
@@ -115,15 +114,15 @@ class Graphs(Eager):
         need = plan.slots
         self.scales += bool(need)
         while True:
-            graphs = program.graphs.setdefault(key, {})
-            self.slots = enough_room(need, graphs, scale.tokens)
+            shelf = program.shelves.setdefault(key, Shelf())
+            self.slots = shelf.slots(need, scale.tokens)
             room = self.slots or all_tokens
             if program.make_room(room, kv):
                 continue
-            captured = graphs.get(self.slots)
+            captured = shelf.graphs.get(self.slots)
             if captured is None:
                 program.save()
-                captured = graphs[self.slots] = self.capture(program, work, task, kv)
+                captured = shelf.graphs[self.slots] = self.capture(program, work, task, kv)
             made = captured.made
             captured.graph.replay()
             # While the device is at work: the numbers of the next scale, what has to outlive this one, and all else
@@ -248,7 +247,7 @@ class Graphs(Eager):
                 pictures.copy_(self.fast_decode(tokenizer, place))
         torch.cuda.synchronize()
         if program.arena.memory.data_ptr() != before:  # the caches did not come back to where they were
-            program.graphs.clear()
+            program.shelves.clear()
         return graph, place, pictures
 
     def close(self, work: Work, run: Run) -> None:
@@ -265,19 +264,6 @@ class Graphs(Eager):
             guided, raw = captured.made.told.largest
             if not math.isfinite(guided):
                 raise not_finite(math.isfinite(raw), scale, backbone)
-
-
-def enough_room(need: tuple[int, ...], have: Iterable[tuple[int, ...]], tokens: int) -> tuple[int, ...]:
-    """Slots of every layer: those of a graph that has enough of them and not many more, or else rounded up."""
-    most = WASTE * sum(need) + STEP * len(need)
-    fitting = [slots for slots in have if sum(slots) <= most and all(map(operator.le, need, slots))]
-    return min(fitting, key=sum) if fitting else tuple(min(round_up(n), tokens) for n in need)
-
-
-def round_up(n: int) -> int:
-    """By an eighth at most, or to a multiple of 16."""
-    step = max(2 ** (n.bit_length() - 4), STEP) if n > STEP else STEP
-    return -(-n // step) * step
 
 
 def used_of(kv: Sequence[LayerCache]) -> list[Used]:

@@ -18,7 +18,7 @@ from nextscale.run import Run
 from nextscale.runtime.eager import Work
 
 if TYPE_CHECKING:
-    from nextscale.runtime.recorded import Captured
+    from nextscale.runtime.shelf import Shelf
 
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
 SPARE = 1.15  # times what the first call needed of it: what is kept for the others
@@ -94,7 +94,7 @@ class Program:
         self.side: Any = torch.cuda.Stream() if self.features.is_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
         self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
-        self.graphs: dict[Hashable, dict[tuple[int, ...], Captured]] = {}  # by their slots
+        self.shelves: dict[Hashable, Shelf] = {}  # of captured scales
         self.decoding: tuple[Any, Tensor, Tensor] | None = None  # a graph, the maps it reads, the pictures it makes
         self.arena = Arena(self.features.device, self.side)
         self.settled = False
@@ -134,7 +134,7 @@ class Program:
             grown = True
         if grown:
             wait_for(self.features.device)  # a graph may still be at work
-            self.graphs.clear()
+            self.shelves.clear()
         return grown
 
     def needed(self) -> list[int]:
@@ -151,7 +151,7 @@ class Program:
         like: list[tuple[Sequence[int], torch.dtype]] = [(shape, dtype) for shape in kv for _ in "kv"]
         like += [(places.tensors[name].shape, places.tensors[name].dtype) for name in names]
         wait_for(self.features.device)  # a graph may still be at work
-        self.graphs.clear()
+        self.shelves.clear()
         self.kv.clear()
         places.tensors.clear()
         self.memory.remember({})

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nextscale.methods.base import Choices
 from nextscale.methods.selection import Selection
 from nextscale.runtime.eager import Step
 
@@ -45,7 +47,7 @@ class Chosen:
     which: list[dict[str, int | None]]  # per layer and part; None = all tokens
 
     @classmethod
-    def of(cls, chosen: list[dict[str, Selection | None]]) -> Chosen:
+    def of(cls, chosen: Choices) -> Chosen:
         distinct = {id(c): c for parts in chosen for c in parts.values() if c is not None}
         number = {key: n for n, key in enumerate(distinct)}
         which = [{p: None if c is None else number[id(c)] for p, c in parts.items()} for parts in chosen]
@@ -55,13 +57,31 @@ class Chosen:
         count = torch.stack([c.count for c in distinct.values()])
         return cls(index, count, [c.index.shape[1] for c in distinct.values()], which)
 
-    def copied(self) -> list[dict[str, Selection | None]]:
+    def copied(self) -> Kept:
         """For the trace, which must outlive the next replay."""
         if self.index is None or self.count is None:
-            return [dict.fromkeys(parts) for parts in self.which]
-        parts = self.index.clone().split(self.sizes, dim=1)
-        made = [Selection(i, c) for i, c in zip(parts, self.count.clone(), strict=True)]
-        return [{p: None if n is None else made[n] for p, n in parts.items()} for parts in self.which]
+            return Kept(self)
+        return Kept(replace(self, index=self.index.clone(), count=self.count.clone()))
+
+
+class Kept(Choices):
+    """The selections of every layer and part; None = all tokens. Hundreds of tensors, made when somebody looks."""
+
+    def __init__(self, chosen: Chosen) -> None:
+        self.chosen = chosen
+
+    @functools.cached_property
+    def layers(self) -> list[dict[str, Selection | None]]:
+        c, made = self.chosen, []
+        if c.index is not None and c.count is not None:
+            made = [Selection(i, n) for i, n in zip(c.index.split(c.sizes, dim=1), c.count, strict=True)]
+        return [{p: None if n is None else made[n] for p, n in parts.items()} for parts in c.which]
+
+    def __len__(self) -> int:
+        return len(self.chosen.which)
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self.layers[layer]
 
 
 class Pieces:

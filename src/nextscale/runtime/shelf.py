@@ -1,0 +1,48 @@
+"""Which of the captured graphs of a scale is taken, and when another one is captured.
+
+A graph has room for some tokens in each layer, its slots. Slots that nobody needs are computed for nothing, and a graph
+of the right size costs as much as several scales: so one that is too large is taken until that much has been wasted.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from nextscale.runtime.recorded import Captured
+
+Slots = tuple[int, ...]  # of every layer; () = room for all tokens
+
+STEP = 16  # slots are rounded up to a multiple of it
+COST = 8  # of a capture, in scales of the right size
+
+
+class Shelf:
+    """The graphs of one scale, by their slots."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[Slots, Captured] = {}
+        self.wasted: dict[Slots, float] = {}  # by graphs that were taken for want of smaller ones
+
+    def slots(self, need: Slots, tokens: int) -> Slots:
+        """Of the graph that has to be taken. If there is none yet, it has to be captured."""
+        fitting = [slots for slots in self.wasted if all(map(operator.le, need, slots))]
+        if not fitting:
+            return self._new(need, tokens)
+        slots = min(fitting, key=sum)
+        right = sum(need) + STEP / 2 * len(need)
+        self.wasted[slots] += max(sum(slots) / max(right, 1) - 1, 0)
+        if self.wasted[slots] <= COST:
+            return slots
+        self.wasted[slots] = 0
+        return self._new(need, tokens)
+
+    def _new(self, need: Slots, tokens: int) -> Slots:
+        slots = tuple(min(round_up(n), tokens) for n in need)
+        self.wasted[slots] = 0
+        return slots
+
+
+def round_up(n: int) -> int:
+    """By an eighth at most, or to a multiple of 16."""
+    step = max(2 ** (n.bit_length() - 4), STEP) if n > STEP else STEP
+    return -(-n // step) * step
