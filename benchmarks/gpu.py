@@ -5,10 +5,11 @@
                              [--json FILE] [--plot PNG] [--profile LINES]
     python benchmarks/gpu.py --from FILE... --plot PNG      # only draws what was measured before
 
-Guided, 40 text tokens, bfloat16, 13 scales, decode included, text encoder not counted. Warm-up calls come first (2, or 40
-of a method in graphs: a graph that is too large is replaced when it has wasted as much as that costs); then the median and the 95th percentile of the wall time of a call, and of one more call
-the times of its scales by CUDA events. Memory is what torch holds of the device, caches emptied before: what graphs
-keep to themselves is in it. `cold` is the time from the start of this process to its first picture.
+Guided, 40 text tokens, bfloat16, 13 scales, decode included, text encoder not counted. Warm-up calls come first: 2, or
+40 of a method in graphs, where a graph that is too large is replaced once it has wasted as much as that costs. Then the
+median and the 95th percentile of the wall time of a call, and of one more call the times of its scales by CUDA events.
+Memory is what torch holds of the device, caches emptied before: what graphs keep to themselves is in it. `cold` is the
+time from the start of this process to its first picture.
 
 With random weights entropies mean nothing, so a method's ratios are stated: `nova:t*=7,spread=0.15` drops NOVA's
 share of a scale after scale 7, a layer's being (1 + 0.15) and (1 - 0.15) times that in turn. Probe, selection and
