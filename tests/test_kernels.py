@@ -17,7 +17,7 @@ from nextscale.kernels.keys import stores
 from nextscale.kernels.lens import BitHead, fused_lens, looks
 from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.norm import group_norm, join
-from nextscale.kernels.rows import Parts, linear_for_sum
+from nextscale.kernels.rows import Parts, linear_in_parts
 from nextscale.kv import LayerCache, taken
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.linkage import MOST, Linkage
@@ -137,7 +137,7 @@ def test_a_linear_layer_for_few_rows(device: str, rows) -> None:
     torch.manual_seed(0)
     x = torch.randn(*rows, 1024, device=device).to(dtype_of(device))
     layer = nn.Linear(1024, 128).to(x)
-    found = linear_for_sum(x, layer)
+    found = linear_in_parts(x, layer)
     assert isinstance(found, Parts) == (device == "cuda" and rows != (2, 65))
     total = found.total() if isinstance(found, Parts) else found
     assert off(total, layer.double()(x.double())) < 0.01
@@ -239,9 +239,17 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
 
         there = type(chosen)(chosen.index.to(device), chosen.count.to(device))
         added = torch.full((2, cells, channels), torch.nan, device=device)
-        found = fused_restore(x.to(device), cached.to(device), grids, mode, there, y.to(device), added)
-        assert off(found.cpu(), expected) < 1e-6
-        assert off(added.cpu(), new) < 1e-6
+        delta, gate = torch.randn(y.shape, device=device), torch.randn(2, 1, channels, device=device)
+        parts = Parts(torch.randn(4, *y.shape, device=device), torch.randn(channels, device=device))
+        for waiting in (None, delta, parts):
+            stream = Stream(y.to(device))
+            if waiting is not None:
+                missing = waiting.total() if isinstance(waiting, Parts) else waiting
+                stream = Stream(y.to(device) - gate * missing)
+                stream.add(waiting, gate)
+            found = fused_restore(x.to(device), cached.to(device), grids, mode, there, stream, added)
+            assert off(found.cpu(), expected) < 1e-6
+            assert off(added.cpu(), new) < 1e-6
 
 
 @on_both

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nextscale.attention import attention
 from nextscale.entropy import attention_entropy
+from nextscale.kernels.rows import Parts, whole
 
 try:
     from nextscale.kernels.attention_triton import fused
@@ -17,13 +18,16 @@ WIDTHS = (32, 64, 128)  # of a head
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, length: Tensor | None = None, entropy: bool = False
+    q: Tensor | Parts, k: Tensor, v: Tensor, scale: float, length: Tensor | None = None, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """q [R, H, K, D] over the first `length` [R] of the keys and values [R, H, S, D] (all of them if None).
+    """q [R, H, K, D], or parts of it as [R, K, H, D], over the first `length` [R] of the keys and values [R, H, S, D].
 
     Returns what was seen [R, H, K, D] and, if asked for, the entropy of each query's weights, a mean over heads [R, K].
     """
-    return (fused if runs_on(q) else reference)(q, k, v, scale, length, entropy)
+    if runs_on(k):
+        return fused(q, k, v, scale, length, entropy)
+    q = whole(q, k.dtype).transpose(1, 2) if isinstance(q, Parts) else q
+    return reference(q, k, v, scale, length, entropy)
 
 
 def runs_on(q: Tensor) -> bool:

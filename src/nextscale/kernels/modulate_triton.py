@@ -47,14 +47,11 @@ def _launch(
 ) -> None:
     rows, tokens, channels = normed.shape
     factor, term = (norm.factor, norm.term) if norm is not None else (None, None)
-    sums, bias = delta if isinstance(delta, Parts) else (delta, None)
-    parts = len(delta.sums) if isinstance(delta, Parts) else int(delta is not None)
+    given, kind = pending(delta, gate, x)
     _sum_and_norm[(tokens, rows)](
         x,
         x if index is None else index,
-        x if sums is None else sums.contiguous(),
-        x if bias is None else bias,
-        x if gate is None else gate,
+        *given,
         x if factor is None else factor,
         x if term is None else term,
         out,
@@ -62,16 +59,13 @@ def _launch(
         tokens,
         x.stride(0),
         x.stride(1),
-        _per_row(gate),
         _per_row(factor),
         _per_row(term),
         0.0 if norm is None else norm.eps,
         CHANNELS=channels,
         BLOCK=triton.next_power_of_2(channels),
         INDEX=index is not None,
-        PARTS=parts,
-        BIAS=bias is not None,
-        GATE=gate is not None,
+        **kind,
         SUM=out is not x,
         NORM=norm is not None,
         FACTOR=factor is not None,
@@ -80,6 +74,17 @@ def _launch(
         RMS=norm is not None and norm.rms,
         num_warps=_warps(rows * tokens, channels),
     )
+
+
+def pending(
+    delta: Tensor | Parts | None, gate: Tensor | None, some: Tensor
+) -> tuple[list[Tensor | int], dict[str, int]]:
+    """What `gated` reads, and of which kind it is; `some` tensor stands for what is not there."""
+    sums, bias = delta if isinstance(delta, Parts) else (delta, None)
+    parts = len(delta.sums) if isinstance(delta, Parts) else int(delta is not None)
+    sums = None if sums is None else sums.contiguous()
+    given = [some if t is None else t for t in (sums, bias, gate)]
+    return [*given, _per_row(gate)], {"PARTS": parts, "BIAS": bias is not None, "GATE": gate is not None}
 
 
 def _warps(programs: int, channels: int) -> int:
@@ -92,6 +97,21 @@ def _per_row(vector: Tensor | None) -> int:
     return 0 if vector is None or vector.ndim == 1 or len(vector) == 1 else vector.stride(0)
 
 
+@triton.jit
+def gated(
+    delta_at, bias_at, gate_at, at, by, channel, real, PARTS: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr
+):
+    """gate * (what a linear layer gave), of the channels of a token; parts of it lie `by` apart."""
+    delta = tl.load(delta_at + at, mask=real, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        delta += tl.load(delta_at + part * by + at, mask=real, other=0.0)
+    if BIAS:
+        delta += tl.load(bias_at + channel, mask=real, other=0.0).to(tl.float32)
+    if GATE:
+        delta *= tl.load(gate_at + channel, mask=real, other=0.0)
+    return delta
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _sum_and_norm(
     x_at,
@@ -99,6 +119,7 @@ def _sum_and_norm(
     delta_at,
     bias_at,
     gate_at,
+    gate_row,
     factor_at,
     term_at,
     out_at,
@@ -106,7 +127,6 @@ def _sum_and_norm(
     tokens,
     x_row,
     x_token,
-    gate_row,
     factor_row,
     term_row,
     eps,
@@ -137,14 +157,8 @@ def _sum_and_norm(
     if TERM:
         term = tl.load(term_at + row * term_row + channel, mask=real, other=0.0)
     if PARTS:
-        delta = tl.load(delta_at + to, mask=real, other=0.0).to(tl.float32)
-        for part in tl.static_range(1, PARTS):
-            delta += tl.load(delta_at + part * tl.num_programs(1) * tokens * CHANNELS + to, mask=real, other=0.0)
-        if BIAS:
-            delta += tl.load(bias_at + channel, mask=real, other=0.0).to(tl.float32)
-        if GATE:
-            delta *= tl.load(gate_at + row * gate_row + channel, mask=real, other=0.0)
-        x += delta
+        by = tl.num_programs(1).to(tl.int64) * tokens * CHANNELS
+        x += gated(delta_at, bias_at, gate_at + row * gate_row, to, by, channel, real, PARTS, BIAS, GATE)
     if SUM:
         tl.store(out_at + to, x, mask=real)
     if NORM:

@@ -1,7 +1,8 @@
 """A program takes one cell of a row.
 
-A kept cell has the output y of its slot. Every other cell has its input x plus what the layer added at this place one
-scale before, enlarged. What each cell received is what the next scale will find.
+A kept cell has the output of its slot, for which the stream's last sum is made here. Every other cell has its input x
+plus what the layer added at this place one scale before, enlarged. What each cell received is what the next scale will
+find.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.modulate_triton import gated, pending
+
 if TYPE_CHECKING:
     from nextscale.methods.selection import Selection
+    from nextscale.models.stream import Stream
     from nextscale.schedule import Grid
 
 
@@ -24,14 +28,16 @@ def fused_restore(
     grids: tuple[Grid, Grid],
     mode: str,
     chosen: Selection,
-    y: Tensor,
+    stream: Stream,
     added: Tensor | None,
 ) -> Tensor:
-    """Output of all cells [R, N, C] from x [R, N, C], the cache [R, n, C] of the first grid and y [R, K, C]. What each
-    cell received goes to `added`, if that is given."""
+    """Output of all cells [R, N, C] from x [R, N, C], the cache [R, n, C] of the first grid and the stream [R, K, C]
+    of the chosen ones. What each cell received goes to `added`, if that is given."""
     rows, cells, channels = x.shape
     (h, w), (height, width) = grids
-    x, cached, y = x.contiguous(), cached.contiguous(), y.contiguous()
+    y = (stream.sum if stream.chosen is not None else stream.x).contiguous()
+    x, cached = x.contiguous(), cached.contiguous()
+    given, kind = pending(stream.delta, stream.gate, x)
     slots, slot = chosen.index.shape[1], chosen.slot
     if slot is None:
         slot = torch.full((rows, cells), -1, dtype=torch.int32, device=x.device)
@@ -41,6 +47,7 @@ def fused_restore(
         x,
         cached,
         y,
+        *given,
         slot,
         out,
         x if added is None else added,
@@ -51,6 +58,7 @@ def fused_restore(
         slots,
         h / height,
         w / width,
+        **kind,
         CHANNELS=channels,
         BLOCK=triton.next_power_of_2(channels),
         BILINEAR=mode == "bilinear",
@@ -75,6 +83,10 @@ def _restore(
     x_at,
     cached_at,
     y_at,
+    delta_at,
+    bias_at,
+    gate_at,
+    gate_row,
     slot_at,
     out_at,
     added_at,
@@ -85,6 +97,9 @@ def _restore(
     slots,
     by_row,
     by_column,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     BILINEAR: tl.constexpr,
@@ -97,7 +112,11 @@ def _restore(
     at = (row * cells + cell) * CHANNELS + channel
     x = tl.load(x_at + at, mask=real, other=0.0)
     if slot >= 0:
-        y = tl.load(y_at + (row * slots + slot) * CHANNELS + channel, mask=real, other=0.0)
+        mine = (row * slots + slot) * CHANNELS + channel
+        y = tl.load(y_at + mine, mask=real, other=0.0)
+        if PARTS:
+            by = tl.num_programs(1).to(tl.int64) * slots * CHANNELS
+            y += gated(delta_at, bias_at, gate_at + row * gate_row, mine, by, channel, real, PARTS, BIAS, GATE)
         tl.store(out_at + at, y, mask=real)
         if ADDED:
             tl.store(added_at + at, (y - x).to(added_at.dtype.element_ty), mask=real)

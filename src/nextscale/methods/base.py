@@ -27,6 +27,7 @@ from nextscale.sampling import Sampling
 from nextscale.schedule import Scale, Schedule
 
 if TYPE_CHECKING:
+    from nextscale.models.stream import Stream
     from nextscale.run import Rows
 
 M = TypeVar("M", bound="Method")
@@ -149,6 +150,12 @@ class Policy:
     def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
         """The group's output for all tokens, from its input x and the chosen tokens' output y."""
         return y if chosen is None else scatter(x, chosen, y)
+
+    def fill_stream(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, stats: Stats
+    ) -> Tensor:
+        """The same from a stream whose last sum has not been made yet: who can make it on the way saves a pass."""
+        return self.fill(layer, group, x, chosen, stream.sum, stats)
 
     def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
         """Last word on the hidden state; a weight [B, N] of 0 makes a cell add nothing."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from nextscale.kernels.restore import fused_restore, restores
 from nextscale.methods.base import Context, Group, Policy, Stats
 from nextscale.methods.selection import Selection, gather, scatter
+from nextscale.models.stream import Stream
 from nextscale.schedule import Scale
 
 
@@ -45,19 +46,31 @@ class CachedPolicy(Policy):
         if chosen is None and not self.records(stats.scale):
             return y
         cache, rows, grid = self.memory["added", layer, group], stats.rows, stats.scale.grid
-        records, feature = self.records(stats.scale), self.kind == "feature"
-        newest = None if chosen is None or feature or not restores(x, self.restore_mode) else cache.newest(rows)
-        if chosen is not None and newest is not None:  # the same as below, in one pass
-            new = cache.place(rows, grid, x, self.context.dtype) if records else None
-            grids = newest.grid, grid
-            filled = fused_restore(x, newest.maps, grids, self.restore_mode, chosen, y, new)
-        else:
-            cached = None if chosen is None else cache.read(rows, grid, self.restore_mode)
-            filled, new = self._restored(None if cached is None else cached.to(x.dtype), x, chosen, y)
-        if records:
-            assert new is not None
+        cached = None if chosen is None else cache.read(rows, grid, self.restore_mode)
+        filled, new = self._restored(None if cached is None else cached.to(x.dtype), x, chosen, y)
+        if self.records(stats.scale):
             # Kept as exactly as the layers compute: at a high resolution this is most of a run's memory.
             cache.store(rows, grid, new.to(self.context.dtype))
+        return filled
+
+    @property
+    def fills_plainly(self) -> bool:
+        """Whether nothing is done to the holes but to fill them."""
+        return type(self).fill is CachedPolicy.fill
+
+    def fill_stream(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, stats: Stats
+    ) -> Tensor:
+        cache, rows, grid = self.memory["added", layer, group], stats.rows, stats.scale.grid
+        newest = cache.newest(rows)
+        fuses = self.fills_plainly and self.kind == "residual" and restores(x, self.restore_mode)
+        if chosen is None or newest is None or not fuses:
+            return super().fill_stream(layer, group, x, chosen, stream, stats)
+        records = self.records(stats.scale)
+        new = cache.place(rows, grid, x, self.context.dtype) if records else None
+        filled = fused_restore(x, newest.maps, (newest.grid, grid), self.restore_mode, chosen, stream, new)
+        if new is not None:
+            cache.store(rows, grid, new)
         return filled
 
     def _restored(self, cached: Tensor | None, x: Tensor, chosen: Selection | None, y: Tensor) -> tuple[Tensor, Tensor]:

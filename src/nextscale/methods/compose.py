@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,6 +13,9 @@ from nextscale.methods.base import Activation, Context, Decision, Group, Method,
 from nextscale.methods.residual import TokenCaches
 from nextscale.methods.selection import Selection
 from nextscale.schedule import Scale
+
+if TYPE_CHECKING:
+    from nextscale.models.stream import Stream
 
 _STRENGTH = {"run": 0, "skip": 1, "stop": 2}
 
@@ -105,6 +108,11 @@ class ComposedPolicy(Policy):
 
     def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
         return self.selecting.fill(layer, group, x, chosen, y, stats)
+
+    def fill_stream(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, stats: Stats
+    ) -> Tensor:
+        return self.selecting.fill_stream(layer, group, x, chosen, stream, stats)
 
     def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
         return self.selecting.complete(x, stats)

@@ -244,6 +244,10 @@ class NOVAPolicy(CachedPolicy):
             return entropy if cached is None else cached[..., 0]
         return entropy
 
+    @property
+    def fills_plainly(self) -> bool:
+        return self.method.metric != "mse"
+
     def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
         filled = super().fill(layer, group, x, chosen, y, stats)
         if self.method.metric == "mse" and self.records(stats.scale):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nextscale.entropy import token_entropy
+from nextscale.kernels.rows import whole
 from nextscale.kv import Memory
 from nextscale.methods.selection import Selection
 from nextscale.models.base import Backbone, Block
@@ -20,7 +21,7 @@ from nextscale.tokenizers.base import ImageTokenizer
 
 
 def ask(block: Block, x: Tensor, given: Any) -> Tensor:
-    return block.ask(Stream(x), given)
+    return whole(block.ask(Stream(x), given), x.dtype)
 
 
 def rest(block: Block, parts: Sequence[str], x: Tensor, seen: Tensor | None, given: Any) -> Tensor:

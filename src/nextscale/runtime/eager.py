@@ -177,9 +177,12 @@ class Eager:
                 with nullcontext() if chosen is None else fresh_shapes(x.device):
                     self.through(block, group, stream, given, positions, memory, through)
                 taken.update(dict.fromkeys(group, chosen))
+                if not before:
+                    stream = Stream(policy.fill_stream(layer, group, x, chosen, stream, stats))
+                    continue
                 y = stream.sum
                 filled = policy.fill(layer, group, x[:, before:], chosen, y[:, before:], stats)
-                stream = Stream(torch.cat((y[:, :before], filled), dim=1) if before else filled)
+                stream = Stream(torch.cat((y[:, :before], filled), dim=1))
             if layer in work.guide_after:
                 stream = Stream(combine_inside(stream.sum, rows.images, rows.guided, weight))
             chosen_by_layer.append(taken)
