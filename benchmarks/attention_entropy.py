@@ -73,8 +73,8 @@ def main() -> None:
         runs = {
             "naive": lambda q=q, k=k, v=v: (attention(q, k, v, 1.0), attention_entropy(q, k, 1.0)),
             "identity": lambda q=q, k=k, v=v: identity(q, k, v, 1.0),
-            "fused": lambda q=q, k=k, v=v: fused(q, k, v, 1.0, None, True),
-            "plain": lambda q=q, k=k, v=v: fused(q, k, v, 1.0, None, False),
+            "fused": lambda q=q, k=k, v=v: fused(q, k, v, 1.0, entropy=True),
+            "plain": lambda q=q, k=k, v=v: fused(q, k, v, 1.0),
             "cudnn": lambda t=torch_with: t(SDPBackend.CUDNN_ATTENTION),
             "flash": lambda t=torch_with: t(SDPBackend.FLASH_ATTENTION),
         }
@@ -93,7 +93,7 @@ def main() -> None:
                 tuned = {"BLOCK_Q": bq, "BLOCK_K": bk, "num_warps": warps, "num_stages": stages}
                 try:
                     t = [
-                        milliseconds(lambda e=e, q=q, k=k, v=v, c=tuned: fused(q, k, v, 1.0, None, e, **c), 6)
+                        milliseconds(lambda e=e, q=q, k=k, v=v, c=tuned: fused(q, k, v, 1.0, entropy=e, **c), 6)
                         for e in (True, False)
                     ]
                 except Exception as error:  # too much shared memory

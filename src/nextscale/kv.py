@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -47,6 +48,7 @@ class LayerCache:
         self.k, self.v = k, v
         self.used = 0  # slots that any row may occupy
         self.length: Tensor | None = None  # entries of each row, once rows differ: then attention needs a mask
+        self.more: Tensor | None = None  # of them that are not yet counted in it
         self.length_place = length  # where it has to be
         self.active: Tensor | None = None  # the rows at work in this scale; None = all
 
@@ -58,6 +60,7 @@ class LayerCache:
     @property
     def lengths(self) -> Tensor:
         """Entries of each row, [R]."""
+        count_lengths([self])
         return torch.full((len(self.k),), self.used) if self.length is None else self.length
 
     @property
@@ -105,6 +108,7 @@ class LayerCache:
 
     def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of the rows at work, and a mask [R, 1, 1, S] if their lengths differ."""
+        count_lengths([self])
         # At fixed places the host does not know how much of them is used once rows differ.
         used = self.k.shape[2] if self.length is not None and self.length_place is not None else self.used
         keys, values, length = self.k[:, :, :used], self.v[:, :, :used], self.length
@@ -126,14 +130,17 @@ class LayerCache:
         """Keys and values of new tokens; their queries [R, H, K, D] are left."""
         count = None if chosen is None else chosen.count
         new = (qkv.sums[0] if isinstance(qkv, Parts) else qkv).shape[1]
+        count_lengths([self])
         if self.active is None and stores(attn, qkv, positions):
             self.reserve(new)
             self._tell_rows_apart(count)
             start = self.used if self.length is None else self.length
             q = split_and_store(attn, qkv, positions, self.k, self.v, start, chosen)
             self.used += new
-            if self.length is not None:
-                self.length += new if count is None else count
+            if self.length is not None and count is not None:
+                self.more = count
+            elif self.length is not None:
+                self.length += new
             return q
         q, k, v = attn.split(whole(qkv, self.k.dtype), taken(positions, chosen))
         self.append(k, v, count)
@@ -141,11 +148,20 @@ class LayerCache:
 
     def attend(self, q: Tensor, scale: float) -> Tensor:
         if self.length is not None and self.active is None and runs_on(q):
-            return attend(q, self.k, self.v, scale, self.length)[0]
+            return attend(q, self.k, self.v, scale, self.length, self.more)[0]
         keys, values, mask = self.visible()
         if mask is None and q.shape[2] <= FEW and runs_on(q):
             return attend(q, keys, values, scale)[0]
         return attention(q, keys, values, scale, mask)
+
+
+def count_lengths(caches: Sequence[LayerCache]) -> None:
+    """What was stored last: of all layers at once, for one by one they would be as many kernels."""
+    waiting = [(cache.length, cache.more) for cache in caches if cache.length is not None and cache.more is not None]
+    if waiting:
+        torch._foreach_add_(*map(list, zip(*waiting, strict=True)))
+    for cache in caches:
+        cache.more = None
 
 
 class WatchedCache:
@@ -161,8 +177,8 @@ class WatchedCache:
         cache, scale = self.cache, attn.softmax_scale
         q = cache.store(attn, qkv, positions, chosen)
         if cache.active is None and runs_on(q):
-            length = cache.lengths if cache.length is None else cache.length
-            seen, entropy = attend(q, cache.k, cache.v, scale, length.to(q.device), entropy=True)
+            length = cache.lengths.to(q.device)
+            seen, entropy = attend(q, cache.k, cache.v, scale, length, entropy=True)
             assert entropy is not None
             self.entropy = entropy[: self.rows]
             return seen

@@ -18,16 +18,23 @@ WIDTHS = (32, 64, 128)  # of a head
 
 
 def attend(
-    q: Tensor | Parts, k: Tensor, v: Tensor, scale: float, length: Tensor | None = None, entropy: bool = False
+    q: Tensor | Parts,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    length: Tensor | None = None,
+    more: Tensor | None = None,
+    entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """q [R, H, K, D], or parts of it as [R, K, H, D], over the first `length` [R] of the keys and values [R, H, S, D].
+    """q [R, H, K, D], or parts of it as [R, K, H, D], over the first `length` + `more` [R] of the keys and values
+    [R, H, S, D].
 
     Returns what was seen [R, H, K, D] and, if asked for, the entropy of each query's weights, a mean over heads [R, K].
     """
     if runs_on(k):
-        return fused(q, k, v, scale, length, entropy)
+        return fused(q, k, v, scale, length, more, entropy)
     q = whole(q, k.dtype).transpose(1, 2) if isinstance(q, Parts) else q
-    return reference(q, k, v, scale, length, entropy)
+    return reference(q, k, v, scale, length if length is None or more is None else length + more, entropy)
 
 
 def runs_on(q: Tensor) -> bool:

@@ -22,6 +22,7 @@ def fused(
     v: Tensor,
     scale: float,
     length: Tensor | None = None,
+    more: Tensor | None = None,
     entropy: bool = False,
     **tuned: int,
 ) -> tuple[Tensor, Tensor | None]:
@@ -42,6 +43,7 @@ def fused(
         out,
         spread if entropy else q,
         length if length is not None else q,
+        more if more is not None else q,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -53,6 +55,7 @@ def fused(
         PARTS=parts,
         BIAS=bias is not None,
         HAS_LENGTH=length is not None,
+        HAS_MORE=more is not None,
         ENTROPY=entropy,
         **tuned,
     )
@@ -79,6 +82,7 @@ def _attention(
     out_at,
     spread_at,
     length_at,
+    more_at,
     q_row,
     q_head,
     q_token,
@@ -96,6 +100,7 @@ def _attention(
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
+    HAS_MORE: tl.constexpr,
     ENTROPY: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -104,6 +109,8 @@ def _attention(
     head = tl.program_id(1) % heads
     if HAS_LENGTH:
         keys = tl.load(length_at + row).to(tl.int32)
+    if HAS_MORE:
+        keys += tl.load(more_at + row).to(tl.int32)
     mine = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     channel = tl.arange(0, WIDTH)
     real = mine < queries

@@ -26,7 +26,7 @@ WIDTHS = (32, 64, 128)  # of a head
 def stores(attn: SelfAttention, qkv: Tensor | Parts, positions: Tensor | None) -> bool:
     """Whether the kernel takes these. It turns adjacent pairs, as Infinity does, or nothing, as VAR."""
     numbers = qkv.sums if isinstance(qkv, Parts) else qkv
-    short = attn.q_bias.dtype in (torch.bfloat16, torch.float16)
+    short = isinstance(qkv, Parts) or qkv.dtype in (torch.bfloat16, torch.float16)
     if split_and_store is None or not numbers.is_cuda or not short:
         return False
     return numbers.shape[-1] in WIDTHS and (positions is None or attn.pairs) and attn.log_scale is not None

@@ -31,8 +31,8 @@ def fused_restore(
     stream: Stream,
     added: Tensor | None,
 ) -> Tensor:
-    """Output of all cells [R, N, C] from x [R, N, C], the cache [R, n, C] of the first grid and the stream [R, K, C]
-    of the chosen ones. What each cell received goes to `added`, if that is given."""
+    """Output of all cells [R, N, C], in the place of x [R, N, C], from the cache [R, n, C] of the first grid and the
+    stream [R, K, C] of the chosen ones. What each cell received goes to `added`, if that is given."""
     rows, cells, channels = x.shape
     (h, w), (height, width) = grids
     y = (stream.sum if stream.chosen is not None else stream.x).contiguous()
@@ -42,14 +42,12 @@ def fused_restore(
     if slot is None:
         slot = torch.full((rows, cells), -1, dtype=torch.int32, device=x.device)
         _slots[(triton.cdiv(slots, 256), rows)](chosen.index, chosen.count, slot, slots, cells, BLOCK=256, num_warps=4)
-    out = torch.empty_like(x)
     _restore[(cells, rows)](
         x,
         cached,
         y,
         *given,
         slot,
-        out,
         x if added is None else added,
         cells,
         h,
@@ -65,7 +63,7 @@ def fused_restore(
         ADDED=added is not None,
         num_warps=4,
     )
-    return out
+    return x
 
 
 @triton.jit(do_not_specialize=["slots", "cells"])
@@ -88,7 +86,6 @@ def _restore(
     gate_at,
     gate_row,
     slot_at,
-    out_at,
     added_at,
     cells,
     h,
@@ -117,7 +114,7 @@ def _restore(
         if PARTS:
             by = tl.num_programs(1).to(tl.int64) * slots * CHANNELS
             y += gated(delta_at, bias_at, gate_at + row * gate_row, mine, by, channel, real, PARTS, BIAS, GATE)
-        tl.store(out_at + at, y, mask=real)
+        tl.store(x_at + at, y, mask=real)
         if ADDED:
             tl.store(added_at + at, (y - x).to(added_at.dtype.element_ty), mask=real)
     else:
@@ -138,6 +135,6 @@ def _restore(
             r = tl.minimum((cell // width * by_row).to(tl.int32), h - 1)
             c = tl.minimum((cell % width * by_column).to(tl.int32), w - 1)
             old = tl.load(base + (r * w + c) * CHANNELS, mask=real, other=0.0).to(tl.float32)
-        tl.store(out_at + at, x + old, mask=real)
+        tl.store(x_at + at, x + old, mask=real)
         if ADDED:
             tl.store(added_at + at, old.to(added_at.dtype.element_ty), mask=real)

@@ -16,7 +16,7 @@ from nextscale.draws import Draws
 from nextscale.entropy import token_entropy
 from nextscale.guidance import combine, combine_inside
 from nextscale.kernels.lens import fused_lens, looks
-from nextscale.kv import LayerCache, Memory, WatchedCache
+from nextscale.kv import LayerCache, Memory, WatchedCache, count_lengths
 from nextscale.methods.base import Policy, ScalePlan, Stats
 from nextscale.methods.selection import Selection
 from nextscale.models.base import Backbone, through
@@ -189,6 +189,7 @@ class Eager:
             if isinstance(memory, WatchedCache):
                 stats.attention_entropy.append(memory.entropy[:, before:])
             self.layer_done(layer)
+        count_lengths(kv)
         return stream.sum[:, before:], stats
 
     def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Backbone) -> None:

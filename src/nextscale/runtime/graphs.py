@@ -89,6 +89,7 @@ class Graphs(Eager):
         graph = Pieces(program.pool)
         torch.cuda.synchronize()
         with torch.cuda.stream(program.side), graph.capturing():
+            program.make_working_memory(work)
             state = work.backbone.prepare(program.inputs, work.schedule)
         torch.cuda.synchronize()
         return graph, state

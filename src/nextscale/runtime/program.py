@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
 SPARE = 1.15  # times what the first call needed of it: what is kept for the others
+STREAMS = 4  # residual streams of the last scale that are held at once, about
 ALIGNED = 256  # bytes
 
 Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
@@ -98,6 +99,11 @@ class Program:
         self.decoding: tuple[Any, Tensor, Tensor] | None = None  # a graph, the maps it reads, the pictures it makes
         self.arena = Arena(self.features.device, self.side)
         self.settled = False
+
+    def make_working_memory(self, work: Work) -> None:
+        """In one piece, before graphs ask for it bit by bit: what early scales ask for is too small for later ones."""
+        stream = len(self.lengths[0]) * max(s.tokens for s in work.schedule) * work.backbone.width * 4
+        torch.empty(STREAMS * stream, dtype=torch.uint8, device=self.features.device)
 
     def load(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
         """Put what a call begins with to the fixed places, and let it work there."""
