@@ -17,7 +17,7 @@ from nextscale.kernels.keys import stores
 from nextscale.kernels.lens import BitHead, fused_lens, looks
 from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.norm import group_norm, join
-from nextscale.kernels.rows import Parts, linear_in_parts, whole
+from nextscale.kernels.rows import Parts, linear_for_sum
 from nextscale.kv import LayerCache, taken
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.linkage import MOST, Linkage
@@ -55,12 +55,8 @@ def test_attention_with_entropy(device: str, shape, width: int) -> None:
         assert off(seen, exact) < 0.01
         assert (entropy - right).abs().max() < 2e-3
         assert seen.shape == q.shape
-    # Queries that are not added up yet, and keys that are not counted yet.
-    parts = Parts(torch.randn(4, rows, queries, heads, width, device=device), torch.randn(heads * width, device=device))
-    more = torch.ones_like(length)
-    seen, _ = attend(parts, k, v, 0.2, length - 1, more)
-    q = whole(parts, q.dtype).transpose(1, 2)
-    assert off(seen, reference(q.double(), k.double(), v.double(), 0.2, length)[0]) < 0.01
+    counted_late, _ = attend(q, k, v, 0.2, length - 1, torch.ones_like(length))
+    assert torch.equal(counted_late, seen)
 
 
 def test_the_entropy_of_equal_keys_is_the_logarithm_of_their_number() -> None:
@@ -73,31 +69,26 @@ def test_the_entropy_of_equal_keys_is_the_logarithm_of_their_number() -> None:
 @on_both
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool, in_parts: bool) -> None:
+def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool) -> None:
     torch.manual_seed(0)
     rows, tokens, heads, width = 2, 9, 3, 64
     attn = SelfAttention(heads * width, heads, cosine=True).to(device).requires_grad_(False)
     attn.log_scale.normal_(1, 3)
-    qkv = given = torch.randn(rows, tokens, 3, heads, width, device=device).to(dtype_of(device))
-    if in_parts:
-        sums = torch.randn(4, rows, tokens, 3 * heads * width, device=device)
-        given = Parts(sums, torch.randn(3 * heads * width, device=device)).unflatten(3, heads, -1)
-        qkv = given.total()
+    qkv = torch.randn(rows, tokens, 3, heads, width, device=device).to(dtype_of(device))
     angle = torch.randn(rows, tokens, width // 2, device=device)
     positions = torch.stack((angle.cos(), angle.sin()), -1) if rotary else None
     order = torch.stack([torch.randperm(tokens, device=device) for _ in range(rows)])
     chosen = Selection(order, torch.tensor([4, 9], device=device)) if ragged else None
-    cache = LayerCache.without_room(rows, heads, width, dtype_of(device), qkv.device)
-    assert stores(attn, given, positions) == (device == "cuda")
+    cache = LayerCache.without_room(rows, heads, width, qkv.dtype, qkv.device)
+    assert stores(attn, qkv, positions) == (device == "cuda")
     for _ in range(2):  # behind what is there
-        q = cache.store(attn, given, positions, chosen)
+        q = cache.store(attn, qkv, positions, chosen)
     q0, k0, v0 = (t.double() for t in attn.split(qkv, taken(positions, chosen)))
     assert off(q, q0) < 0.01
     assert cache.lengths.tolist() == ([8, 18] if ragged else [18, 18])
     for row, kept in enumerate([4, 9] if ragged else [9, 9]):
         assert off(cache.k[row, :, kept : 2 * kept], k0[row, :, :kept]) < 0.01
-        assert off(cache.v[row, :, :kept], v0[row, :, :kept]) < (0.01 if in_parts else 1e-6)
+        assert off(cache.v[row, :, :kept], v0[row, :, :kept]) < 1e-6
     seen = cache.attend(q, 1.0)
     assert seen.shape == (rows, heads, tokens, width)
     assert torch.isfinite(seen).all()
@@ -148,7 +139,7 @@ def test_a_linear_layer_for_few_rows(device: str, rows) -> None:
     torch.manual_seed(0)
     x = torch.randn(*rows, 1024, device=device).to(dtype_of(device))
     layer = nn.Linear(1024, 128).to(x)
-    found = linear_in_parts(x, layer)
+    found = linear_for_sum(x, layer)
     assert isinstance(found, Parts) == (device == "cuda" and rows != (2, 65))
     total = found.total() if isinstance(found, Parts) else found
     assert off(total, layer.double()(x.double())) < 0.01

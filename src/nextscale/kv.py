@@ -12,7 +12,6 @@ from nextscale.attention import attention
 from nextscale.entropy import attention_entropy
 from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.keys import split_and_store, stores
-from nextscale.kernels.rows import Parts, whole
 from nextscale.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ FEW = 512  # queries up to which our kernel is faster than torch's choice on an 
 
 class Memory(Protocol):
     def see(
-        self, attn: SelfAttention, qkv: Tensor | Parts, positions: Tensor | None, chosen: Selection | None = None
+        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
         """Attention of new tokens [R, K, 3, H, D] over all that is visible: [R, H, K, D]. They are the `chosen` ones of
         all tokens, which `positions` [1 or R, N, ...] belong to."""
@@ -120,16 +119,15 @@ class LayerCache:
         return keys, values, (torch.arange(used, device=keys.device) < length[:, None])[:, None, None]
 
     def see(
-        self, attn: SelfAttention, qkv: Tensor | Parts, positions: Tensor | None, chosen: Selection | None = None
+        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
         return self.attend(self.store(attn, qkv, positions, chosen), attn.softmax_scale)
 
     def store(
-        self, attn: SelfAttention, qkv: Tensor | Parts, positions: Tensor | None, chosen: Selection | None = None
+        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
         """Keys and values of new tokens; their queries [R, H, K, D] are left."""
-        count = None if chosen is None else chosen.count
-        new = (qkv.sums[0] if isinstance(qkv, Parts) else qkv).shape[1]
+        new, count = qkv.shape[1], None if chosen is None else chosen.count
         count_lengths([self])
         if self.active is None and stores(attn, qkv, positions):
             self.reserve(new)
@@ -142,7 +140,7 @@ class LayerCache:
             elif self.length is not None:
                 self.length += new
             return q
-        q, k, v = attn.split(whole(qkv, self.k.dtype), taken(positions, chosen))
+        q, k, v = attn.split(qkv, taken(positions, chosen))
         self.append(k, v, count)
         return q
 
@@ -172,7 +170,7 @@ class WatchedCache:
         self.entropy: Tensor
 
     def see(
-        self, attn: SelfAttention, qkv: Tensor | Parts, positions: Tensor | None, chosen: Selection | None = None
+        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
         cache, scale = self.cache, attn.softmax_scale
         q = cache.store(attn, qkv, positions, chosen)
@@ -197,9 +195,9 @@ class BlockCausal:
         self.spans = list(zip([0, *ends], ends, strict=False))
 
     def see(
-        self, attn: SelfAttention, qkv: Tensor | Parts, positions: Tensor | None, chosen: Selection | None = None
+        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
-        q, k, v = attn.split(whole(qkv, attn.q_bias.dtype), positions)
+        q, k, v = attn.split(qkv, positions)
         scale = attn.softmax_scale
         # One unmasked call per scale reads no key twice more than it must and needs no L x L mask.
         parts = [attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], scale) for a, b in self.spans]

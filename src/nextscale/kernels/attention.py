@@ -7,7 +7,6 @@ from torch import Tensor
 
 from nextscale.attention import attention
 from nextscale.entropy import attention_entropy
-from nextscale.kernels.rows import Parts, whole
 
 try:
     from nextscale.kernels.attention_triton import fused
@@ -18,7 +17,7 @@ WIDTHS = (32, 64, 128)  # of a head
 
 
 def attend(
-    q: Tensor | Parts,
+    q: Tensor,
     k: Tensor,
     v: Tensor,
     scale: float,
@@ -26,14 +25,12 @@ def attend(
     more: Tensor | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """q [R, H, K, D], or parts of it as [R, K, H, D], over the first `length` + `more` [R] of the keys and values
-    [R, H, S, D].
+    """q [R, H, K, D] over the first `length` + `more` [R] of the keys and values [R, H, S, D] (all of them if None).
 
     Returns what was seen [R, H, K, D] and, if asked for, the entropy of each query's weights, a mean over heads [R, K].
     """
-    if runs_on(k):
+    if runs_on(q):
         return fused(q, k, v, scale, length, more, entropy)
-    q = whole(q, k.dtype).transpose(1, 2) if isinstance(q, Parts) else q
     return reference(q, k, v, scale, length if length is None or more is None else length + more, entropy)
 
 

@@ -13,11 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.rows import Parts
-
 
 def fused(
-    q: Tensor | Parts,
+    q: Tensor,
     k: Tensor,
     v: Tensor,
     scale: float,
@@ -26,18 +24,13 @@ def fused(
     entropy: bool = False,
     **tuned: int,
 ) -> tuple[Tensor, Tensor | None]:
-    parts, bias = 1, None
-    if isinstance(q, Parts):
-        sums, bias = q
-        parts, q = len(sums), sums[0].transpose(1, 2)
     rows, heads, queries, width = q.shape
-    out = torch.empty(rows, queries, heads, width, dtype=k.dtype, device=q.device)  # as the projection behind reads it
+    out = torch.empty(rows, queries, heads, width, dtype=q.dtype, device=q.device)  # as the projection behind reads it
     spread = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device) if entropy else None
     tuned = tuned or blocks(queries, k.shape[2])
     grid = (triton.cdiv(queries, tuned["BLOCK_Q"]), rows * heads)
     _attention[grid](
         q,
-        q if bias is None else bias,
         k,
         v,
         out,
@@ -52,8 +45,6 @@ def fused(
         k.shape[2],
         scale / math.log(2),
         WIDTH=width,
-        PARTS=parts,
-        BIAS=bias is not None,
         HAS_LENGTH=length is not None,
         HAS_MORE=more is not None,
         ENTROPY=entropy,
@@ -76,7 +67,6 @@ def blocks(queries: int, keys: int) -> dict[str, int]:
 @triton.jit(do_not_specialize=["queries", "keys"])
 def _attention(
     q_at,
-    bias_at,
     k_at,
     v_at,
     out_at,
@@ -97,8 +87,6 @@ def _attention(
     keys,
     scale,
     WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_MORE: tl.constexpr,
     ENTROPY: tl.constexpr,
@@ -116,13 +104,6 @@ def _attention(
     real = mine < queries
     place = q_at + row * q_row + head * q_head + mine[:, None] * q_token + channel
     q = tl.load(place, mask=real[:, None], other=0.0)
-    if PARTS > 1:
-        for part in tl.static_range(1, PARTS):
-            by = (tl.num_programs(1) // heads).to(tl.int64) * q_row  # rows lie side by side
-            q += tl.load(place + part * by, mask=real[:, None], other=0.0)
-        if BIAS:
-            q += tl.load(bias_at + head * WIDTH + channel).to(tl.float32)[None, :]
-        q = q.to(k_at.dtype.element_ty)
     other = tl.arange(0, BLOCK_K)
     k_place = k_at + row * k_row + head * k_head + other[None, :] * k_token + channel[:, None]
     v_place = v_at + row * v_row + head * v_head + other[:, None] * v_token + channel[None, :]

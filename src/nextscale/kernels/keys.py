@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nextscale.kernels.rows import Parts
-
 try:
     from nextscale.kernels.keys_triton import split_and_store
 except ImportError:  # a CPU build of torch comes without Triton
@@ -23,10 +21,8 @@ if TYPE_CHECKING:
 WIDTHS = (32, 64, 128)  # of a head
 
 
-def stores(attn: SelfAttention, qkv: Tensor | Parts, positions: Tensor | None) -> bool:
+def stores(attn: SelfAttention, qkv: Tensor, positions: Tensor | None) -> bool:
     """Whether the kernel takes these. It turns adjacent pairs, as Infinity does, or nothing, as VAR."""
-    numbers = qkv.sums if isinstance(qkv, Parts) else qkv
-    short = isinstance(qkv, Parts) or qkv.dtype in (torch.bfloat16, torch.float16)
-    if split_and_store is None or not numbers.is_cuda or not short:
+    if split_and_store is None or not qkv.is_cuda or qkv.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return numbers.shape[-1] in WIDTHS and (positions is None or attn.pairs) and attn.log_scale is not None
+    return qkv.shape[-1] in WIDTHS and (positions is None or attn.pairs) and attn.log_scale is not None

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.rows import Parts
-
 if TYPE_CHECKING:
     from nextscale.methods.selection import Selection
     from nextscale.models.layers import SelfAttention
@@ -20,7 +18,7 @@ FEW, SMALL, LARGE = 256, 8, 16  # up to so many tokens, a program takes this num
 
 def split_and_store(
     attn: SelfAttention,
-    qkv: Tensor | Parts,
+    qkv: Tensor,
     positions: Tensor | None,
     keys: Tensor,
     values: Tensor,
@@ -30,17 +28,12 @@ def split_and_store(
     """qkv [R, K, 3, H, D] -> queries [R, H, K, D]; keys and values go to the cache [R, H, S, D] from `start` on, which
     rows may each have their own of, [R]. The tokens are the `chosen` ones of those that `positions` belong to; padding
     goes nowhere."""
-    parts, bias = 1, None
-    if isinstance(qkv, Parts):
-        qkv, bias = qkv
-        parts = len(qkv)
-    rows, tokens, _, heads, width = qkv.shape[-5:]
-    q = torch.empty(rows, tokens, heads, width, dtype=keys.dtype, device=qkv.device)  # attention keeps this order
+    rows, tokens, _, heads, width = qkv.shape
+    q = torch.empty(rows, tokens, heads, width, dtype=qkv.dtype, device=qkv.device)  # attention keeps this order
     block = SMALL if tokens <= FEW else LARGE
     grid = (triton.cdiv(tokens, block), heads, rows)
     _split_and_store[grid](
         qkv,
-        qkv if bias is None else bias,
         q,
         keys,
         values,
@@ -55,8 +48,6 @@ def split_and_store(
         0 if positions is None or len(positions) == 1 else positions.stride(0),
         *keys.stride()[:3],
         WIDTH=width,
-        PARTS=parts,
-        BIAS=bias is not None,
         ROTARY=positions is not None,
         STARTS=isinstance(start, Tensor),
         CHOSEN=chosen is not None,
@@ -66,21 +57,9 @@ def split_and_store(
     return q.transpose(1, 2)
 
 
-@triton.jit
-def _whole(at, bias_at, mask, by, PARTS: tl.constexpr, BIAS: tl.constexpr):
-    """The sum of numbers that lie `by` apart."""
-    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(at + part * by, mask=mask, other=0.0)
-    if BIAS:
-        total += tl.load(bias_at).to(tl.float32)
-    return total
-
-
 @triton.jit(do_not_specialize=["tokens", "start"])
 def _split_and_store(
     qkv_at,
-    bias_at,
     q_at,
     k_at,
     v_at,
@@ -97,8 +76,6 @@ def _split_and_store(
     cache_head,
     cache_token,
     WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
     ROTARY: tl.constexpr,
     STARTS: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -121,17 +98,15 @@ def _split_and_store(
     head = tl.program_id(1)
     # [R, K, 3, H, D]: a token has all its queries, then its keys, then its values.
     at = qkv_at + (((row * tokens + token) * 3) * heads + head) * WIDTH + channel
-    bias_at += head * WIDTH + channel
-    each = heads * WIDTH  # numbers of a token's queries, of its keys, or of its values
-    by = tl.num_programs(2).to(tl.int64) * tokens * 3 * each
-    value = _whole(at + 2 * each, bias_at + 2 * each, stored, by, PARTS, BIAS).to(v_at.dtype.element_ty)
+    value = tl.load(at + 2 * heads * WIDTH, mask=stored, other=0.0)
     factor = tl.exp(tl.minimum(tl.load(log_scale_at + head), 4.605170185988092))
     to = (start + token) * cache_token + row * cache_row + head * cache_head + channel
     for part in tl.static_range(2):
-        both = _whole(at + part * each, bias_at + part * each, real, by, PARTS, BIAS)
-        both *= 1.0 / tl.maximum(tl.sqrt(tl.sum(both * both, 1))[:, None], 1e-12)
+        both = tl.load(at + part * heads * WIDTH, mask=real, other=0.0).to(tl.float32)
+        by = 1.0 / tl.maximum(tl.sqrt(tl.sum(both * both, 1))[:, None], 1e-12)
         if part == 0:
-            both *= factor
+            by *= factor
+        both *= by
         if ROTARY:
             even, odd = tl.split(tl.reshape(both, (TOKENS, WIDTH // 2, 2)))
             both = tl.interleave(cos * even - sin * odd, sin * even + cos * odd)

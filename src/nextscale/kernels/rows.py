@@ -1,8 +1,8 @@
-"""A linear layer for few rows.
+"""A linear layer for few rows whose result goes into a residual stream.
 
 Then reading the weights is all the work, and cuBLAS has too few blocks to read them at full speed. Here the input
 channels are dealt out to several times as many blocks; whoever reads the result adds up their parts, which is no extra
-pass if it is a kernel of ours: the sum of the residual stream, the store of keys, attention to the text.
+pass: the sum with the stream is waiting anyway.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
@@ -30,25 +29,14 @@ class Parts(NamedTuple):
 
     def total(self) -> Tensor:
         result = self.sums.sum(0)
-        return result if self.bias is None else result + self.bias.view(result.shape[2:])
-
-    def unflatten(self, *sizes: int) -> Parts:
-        """[R, K, *sizes]."""
-        return Parts(self.sums.unflatten(-1, sizes), self.bias)
+        return result if self.bias is None else result + self.bias
 
 
-def linear_in_parts(x: Tensor, layer: nn.Module, bias: Tensor | None = None) -> Tensor | Parts:
-    """Of x [R, K, C]; `bias` instead of the layer's own."""
-    if isinstance(layer, nn.Linear):
-        bias = layer.bias if bias is None else bias
-        if shares(x, layer.weight):
-            return Parts(fused_parts(x, layer.weight, PARTS, BLOCK_OUT, BLOCK_IN), bias)
-        return F.linear(x, layer.weight, bias)
-    return layer(x) if bias is None else layer(x, bias)
-
-
-def whole(x: Tensor | Parts, dtype: torch.dtype) -> Tensor:
-    return x.total().to(dtype) if isinstance(x, Parts) else x
+def linear_for_sum(x: Tensor, layer: nn.Module) -> Tensor | Parts:
+    """Of x [R, K, C]."""
+    if not isinstance(layer, nn.Linear) or not shares(x, layer.weight):
+        return layer(x)
+    return Parts(fused_parts(x, layer.weight, PARTS, BLOCK_OUT, BLOCK_IN), layer.bias)
 
 
 def shares(x: Tensor, weight: Tensor) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from nextscale.kernels.rows import Parts
 from nextscale.kv import BlockCausal, Memory
 from nextscale.models.stream import Stream
 from nextscale.schedule import Scale, Schedule, Size
@@ -72,7 +71,7 @@ class Block(nn.Module, ABC):
     attn: SelfAttention
 
     @abstractmethod
-    def ask(self, stream: Stream, given: Any) -> Tensor | Parts:
+    def ask(self, stream: Stream, given: Any) -> Tensor:
         """Queries, keys and values [R, K, 3, H, D] of the stream's tokens, as `attn.split` reads them."""
 
     @abstractmethod

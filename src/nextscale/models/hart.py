@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nextscale.draws import Draws
 from nextscale.guidance import combine, ramp
 from nextscale.kernels.modulate import Norm
-from nextscale.kernels.rows import Parts, linear_in_parts
+from nextscale.kernels.rows import Parts, linear_for_sum
 from nextscale.models.base import Backbone, Block, State, per_row, shared
 from nextscale.models.infinity import TextCondition
 from nextscale.models.layers import SelfAttention, attention_biases, head_logits, rotate_half
@@ -82,7 +82,7 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor | Parts:
-        return linear_in_parts(F.silu(self.gate(x)) * self.up(x), self.down)
+        return linear_for_sum(F.silu(self.gate(x)) * self.up(x), self.down)
 
 
 class HARTBlock(Block):
@@ -92,7 +92,7 @@ class HARTBlock(Block):
         self.attn = SelfAttention(config.width, config.heads, config.cosine_attention, rotate_half)
         self.mlp = GatedMLP(config.width, config.hidden)
 
-    def ask(self, stream: Stream, given: Tensor) -> Tensor | Parts:
+    def ask(self, stream: Stream, given: Tensor) -> Tensor:
         """It is given the bias of its queries, keys and values."""
         return self.attn.ask(stream.normed(self.norm.norm, self.dtype), given)
 

@@ -18,7 +18,7 @@ from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.modulate import Norm
-from nextscale.kernels.rows import Parts, linear_in_parts, whole
+from nextscale.kernels.rows import linear_for_sum
 from nextscale.models.base import per_row, shared
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
@@ -102,11 +102,7 @@ class TextAttention(nn.Module):
         if x is None:
             q = self.query.to(k.dtype).expand(len(k), -1, -1).unsqueeze(2)
         else:
-            asked = linear_in_parts(x, self.q)
-            if lengths is not None and runs_on(k) and isinstance(asked, Parts):
-                seen, _ = attend(asked.unflatten(self.heads, -1), k, v, 1 / math.sqrt(k.shape[-1]), lengths)
-                return seen.transpose(1, 2).flatten(2)
-            q = whole(asked, k.dtype).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         if self.rounded:
             q, k, v = (t.bfloat16().float() for t in (q, k, v))
         scale = 1 / math.sqrt(q.shape[-1])
@@ -140,7 +136,7 @@ class InfinityBlock(ModulatedBlock):
             norm = self.cross_norm
             normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.dtype)
             seen = self.cross(normed, given.keys, given.values, given.mask, given.lengths)
-            stream.add(linear_in_parts(seen, self.cross.proj))
+            stream.add(linear_for_sum(seen, self.cross.proj))
         else:
             super().part(name, stream, given)
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nextscale.kernels.fp8 import FP8Linear
 from nextscale.kernels.gelu import linear_gelu
-from nextscale.kernels.rows import Parts, linear_in_parts
+from nextscale.kernels.rows import Parts, linear_for_sum
 
 MAX_LOG_SCALE = math.log(100)
 
@@ -42,7 +43,7 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor | Parts:
-        return linear_in_parts(linear_gelu(x, self.fc1), self.fc2)
+        return linear_for_sum(linear_gelu(x, self.fc1), self.fc2)
 
 
 def rotate_pairs(x: Tensor, positions: Tensor) -> Tensor:
@@ -75,12 +76,11 @@ class SelfAttention(nn.Module):
         self.pairs = rotate is rotate_pairs
         self.softmax_scale = 1.0 if cosine else 0.25 / math.sqrt(width // heads)
 
-    def ask(self, x: Tensor, bias: Tensor | None = None) -> Tensor | Parts:
+    def ask(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Queries, keys and values side by side, [R, K, 3, H, D] of x [R, K, C]; `attention_biases` gives the bias."""
         bias = attention_biases([self])[0] if bias is None else bias
-        qkv = linear_in_parts(x, self.qkv, bias)
-        if isinstance(qkv, Parts):
-            return qkv.unflatten(3, self.heads, -1)
+        fp8 = isinstance(self.qkv, FP8Linear)
+        qkv = self.qkv(x, bias) if fp8 else F.linear(x, self.qkv.weight, bias)
         return qkv.unflatten(-1, (3, self.heads, -1))
 
     def split(self, qkv: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +95,7 @@ class SelfAttention(nn.Module):
 
     def answer(self, seen: Tensor) -> Tensor | Parts:
         """What was seen [R, H, K, D] -> [R, K, C]."""
-        return linear_in_parts(seen.transpose(1, 2).flatten(2), self.proj)
+        return linear_for_sum(seen.transpose(1, 2).flatten(2), self.proj)
 
 
 def attention_biases(attns: Sequence[SelfAttention]) -> list[Tensor]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nextscale.kernels.lens import BitHead
 from nextscale.kernels.modulate import Norm
-from nextscale.kernels.rows import Parts
 from nextscale.models.base import Backbone, Block, State, per_row, shared
 from nextscale.models.layers import MLP, head_logits
 from nextscale.models.stream import Stream
@@ -44,7 +43,7 @@ class ModulatedBlock(Block):
     def dtype(self) -> torch.dtype:
         return self.attn.q_bias.dtype
 
-    def ask(self, stream: Stream, given: Any) -> Tensor | Parts:
+    def ask(self, stream: Stream, given: Any) -> Tensor:
         _, _, scale, _, shift, _ = given.modulation.unbind(2)
         return self.attn.ask(stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.dtype), given.bias)
 

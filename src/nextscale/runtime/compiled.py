@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nextscale.entropy import token_entropy
-from nextscale.kernels.rows import whole
 from nextscale.kv import Memory
 from nextscale.methods.selection import Selection
 from nextscale.models.base import Backbone, Block
@@ -21,7 +20,7 @@ from nextscale.tokenizers.base import ImageTokenizer
 
 
 def ask(block: Block, x: Tensor, given: Any) -> Tensor:
-    return whole(block.ask(Stream(x), given), x.dtype)
+    return block.ask(Stream(x), given)
 
 
 def rest(block: Block, parts: Sequence[str], x: Tensor, seen: Tensor | None, given: Any) -> Tensor:

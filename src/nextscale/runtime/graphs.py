@@ -86,10 +86,9 @@ class Graphs(Eager):
 
     def record_state(self, work: Work, program: Program) -> tuple[Any, Any]:
         """A graph that makes the state from its inputs. It has been made before, so nothing is left to compile."""
-        graph = Pieces(program.pool)
+        graph = Pieces(torch.cuda.graph_pool_handle())  # for itself: it stays when all others are captured anew
         torch.cuda.synchronize()
         with torch.cuda.stream(program.side), graph.capturing():
-            program.make_working_memory(work)
             state = work.backbone.prepare(program.inputs, work.schedule)
         torch.cuda.synchronize()
         return graph, state
@@ -197,6 +196,7 @@ class Graphs(Eager):
         pieces = Pieces(program.pool)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), pieces.capturing():
+            program.make_working_memory()
             made = run(pieces)
             program.features.copy_(made.step.features)
         torch.cuda.current_stream().wait_stream(side)

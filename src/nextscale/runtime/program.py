@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
 SPARE = 1.15  # times what the first call needed of it: what is kept for the others
-STREAMS = 4  # residual streams of the last scale that are held at once, about
+STREAMS = 4  # residual streams of the last scale that graphs hold at once, about
 ALIGNED = 256  # bytes
 
 Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
@@ -99,11 +99,14 @@ class Program:
         self.decoding: tuple[Any, Tensor, Tensor] | None = None  # a graph, the maps it reads, the pictures it makes
         self.arena = Arena(self.features.device, self.side)
         self.settled = False
+        self.stream = rows * max(s.tokens for s in work.schedule) * work.backbone.width * 4  # bytes of the largest
+        self.has_working_memory = False
 
-    def make_working_memory(self, work: Work) -> None:
+    def make_working_memory(self) -> None:
         """In one piece, before graphs ask for it bit by bit: what early scales ask for is too small for later ones."""
-        stream = len(self.lengths[0]) * max(s.tokens for s in work.schedule) * work.backbone.width * 4
-        torch.empty(STREAMS * stream, dtype=torch.uint8, device=self.features.device)
+        if self.settled and not self.has_working_memory:
+            torch.empty(STREAMS * self.stream, dtype=torch.uint8, device=self.features.device)
+            self.has_working_memory = True
 
     def load(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
         """Put what a call begins with to the fixed places, and let it work there."""
@@ -150,6 +153,7 @@ class Program:
     def settle(self, rooms: Sequence[int]) -> None:
         """It is known how large the caches have to be: put them side by side. No graph knows them there."""
         self.settled = True
+        self.pool = torch.cuda.graph_pool_handle() if self.side is not None else None  # the old graphs' was larger
         places = self.memory.places
         assert places is not None
         kv = [(*k.shape[:2], room, k.shape[3]) for (k, _), room in zip(self.kv, rooms, strict=True)]

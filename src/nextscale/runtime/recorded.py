@@ -179,22 +179,24 @@ class Report(Mapping[str, Tensor]):
     """What one replay reports. Whoever asks for a number waits for it."""
 
     def __init__(self, told: Told, wait: Callable[[], None]) -> None:
-        self.told, self.wait = told, wait
+        self.source: tuple[Told, Callable[[], None]] | None = told, wait  # until it has been read
         self.long = {name: part.clone() for name, part in told.long.items()}
-        self.short: dict[str, Tensor] | None = None
+        self.names = (*told.shapes, *self.long)
+        self.short: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.long[name] if name in self.long else self.read()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self.told.shapes, *self.long))
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self.told.shapes) + len(self.long)
+        return len(self.names)
 
     def read(self) -> dict[str, Tensor]:
         """What the next replay will write over."""
-        if self.short is None:
-            self.wait()
-            self.short = self.told.read()
+        if self.source is not None:
+            told, wait = self.source
+            wait()
+            self.short, self.source = told.read(), None
         return self.short
