@@ -21,11 +21,13 @@ from nextscale.errors import NextscaleError
 from nextscale.methods.base import Method, Policy
 from nextscale.methods.residual import Places, TokenCaches
 from nextscale.methods.room import LEAST, Deviations
+from nextscale.packing import pack
 from nextscale.run import Rows
 from nextscale.runtime import make_executor
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.decoder import GPUDecoder, doubled
 from nextscale.runtime.graphs import Graphs
+from nextscale.runtime.recorded import SHORT, Report, Told
 from nextscale.runtime.shelf import COST, Shelf, round_up
 from nextscale.schedule import Schedule
 from nextscale.tokenizers.autoencoder import Decoder, Upsample
@@ -140,6 +142,52 @@ def test_graphs_read_and_write_fixed_places(any_pipe, fresh) -> None:
             assert same_tokens(ask(any_pipe, 2, first=first, method=method), ask(other, 2, first=first, method=method))
     assert graphs.recorded == 2 * scales - 2, "rows without guidance have graphs of their own"
     assert same_tokens(ask(any_pipe, 1), ask(other, 1)), "another shape, another program"
+
+
+def test_a_progress_bar_costs_nothing(infinity, fresh) -> None:
+    """Only a callback looks at the maps between two scales, and has graphs of its own."""
+    other = copy.copy(infinity)
+    other.executor = graphs = Pretended()
+    other.progress_bar = None
+    ask(other, 1)
+    assert not any(watched for *_, watched in graphs.program.shelves)
+    ask(other, 1, callback_on_scale_end=lambda end: None)
+    assert any(watched for *_, watched in graphs.program.shelves)
+
+
+def test_weights_side_by_side(infinity) -> None:
+    blocks = copy.deepcopy(infinity.backbone.blocks)
+    decoder = copy.deepcopy(infinity.tokenizer.decoder).to(memory_format=torch.channels_last)
+    before = {name: (p.clone(), p.stride()) for name, p in decoder.named_parameters()}
+    with torch.inference_mode():
+        pack([*blocks, decoder])
+        pack([*blocks, decoder])  # there is nothing left to do
+    for module in (*blocks, decoder):
+        assert len({p.untyped_storage().data_ptr() for p in module.parameters()}) == 1
+    for name, p in decoder.named_parameters():
+        assert torch.equal(p, before[name][0]), name
+        assert p.stride() == before[name][1], name
+    with torch.no_grad():
+        blocks[0].mlp.fc1.weight[0, 0] = 1.0  # still the user's to change
+    assert all(map(torch.equal, blocks[1].parameters(), infinity.backbone.blocks[1].parameters()))
+
+
+def test_a_report_waits_when_it_is_asked() -> None:
+    asked = []
+    told = Told({"entropy": torch.tensor([1.5]), "map": torch.zeros(SHORT + 1)}, torch.tensor([7.0, torch.inf]))
+    told.write({"entropy": torch.tensor([2.5]), "map": torch.ones(SHORT + 1)}, torch.tensor([8.0, torch.inf]))
+    report = Report(told, lambda: asked.append(1))
+    assert "entropy" in report
+    assert list(report) == ["entropy", "map"]
+    assert not asked
+    assert report["entropy"].tolist() == [2.5]
+    assert asked == [1]
+    told.write({"entropy": torch.tensor([3.5]), "map": torch.ones(SHORT + 1)}, torch.tensor([8.0, torch.inf]))
+    assert report["entropy"].tolist() == [2.5], "it was read, and another replay does not change it"
+    assert asked == [1]
+    assert report.source is None, "so that an old output does not keep graphs alive"
+    assert told.largest == [8.0, float("inf")]
+    assert report["map"].sum() == SHORT + 1
 
 
 def test_what_cannot_be_captured_runs_all_the_same(any_pipe, fresh) -> None:

@@ -1,5 +1,6 @@
 """Fast inference for next-scale (visual autoregressive) image generators."""
 
+from nextscale.call import Output
 from nextscale.checkpoints.official import from_official
 from nextscale.errors import NextscaleError
 from nextscale.images import to_pil
@@ -17,7 +18,7 @@ from nextscale.methods import (
     Truncate,
 )
 from nextscale.models.registry import MODELS
-from nextscale.pipeline import Output, Pipeline
+from nextscale.pipeline import Pipeline
 from nextscale.verify import verify
 from nextscale.version import __version__
 

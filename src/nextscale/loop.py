@@ -63,8 +63,9 @@ def generate(
     forced: Sequence[Tensor] = (),
     on_scale_end: Callback | None = None,
     executor: Eager | None = None,
+    advance: Callable[[int], None] = lambda steps: None,
 ) -> Run:
-    """Feature maps of `images` pictures, in the returned Run."""
+    """Feature maps of `images` pictures, in the returned Run; `advance` is told of every scale."""
     executor = executor or Eager()
     guided = sampling.guided_until > 0
     watched = on_scale_end is not None or type(policy).added is not Policy.added
@@ -73,6 +74,7 @@ def generate(
     expected = policy.expected_tokens()
     run.reserve(backbone.context + expected if expected else 0)
     for scale in schedule:
+        advance(1)
         plan = policy.begin_scale(scale)
         rows, state = run.apply(plan, scale)
         if not rows.all:

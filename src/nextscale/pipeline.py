@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from nextscale.call import Call, Output
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.load import set_dtype
 from nextscale.devices import Moment, as_device, as_dtype, memory_of, name_of
 from nextscale.draws import PerImageDraws, read_draws
 from nextscale.errors import NextscaleError, choices
 from nextscale.estimate import GIB, Estimate, estimate
-from nextscale.images import OUTPUT_TYPES, as_output, from_pil
-from nextscale.loop import Callback, ScaleEnd, generate
+from nextscale.images import OUTPUT_TYPES, from_pil
+from nextscale.loop import Callback
 from nextscale.methods import METHODS
-from nextscale.methods.base import Context, Method, Policy
+from nextscale.methods.base import Context, Method
 from nextscale.models.base import Backbone
 from nextscale.models.quantize import check_quantize, to_fp8
 from nextscale.models.registry import EMBEDDED, ModelSpec
@@ -36,20 +36,10 @@ from nextscale.text.base import TextEncoder
 from nextscale.text.qwen2 import QwenEncoder
 from nextscale.text.t5 import T5Encoder
 from nextscale.tokenizers.base import ImageTokenizer
-from nextscale.trace import Costs, Trace
-from nextscale.version import __version__
 
 logger = logging.getLogger(__name__)
 
 ENCODERS = {"infinity": T5Encoder, "hart": QwenEncoder}
-
-
-@dataclass(frozen=True)
-class Output:
-    images: Any  # list of PIL images, or an array or tensor, as asked by `output_type`
-    trace: Trace
-    tokens: list[Tensor]  # per scale [B, N] indices or [B, N, d] bits, int32; -1 where an image did not run
-    seeds: list[int | None]  # None where a generator was given
 
 
 class Pipeline:
@@ -213,60 +203,24 @@ class Pipeline:
         draws, seeds = read_draws(seed, generator, prompts.images, self.device)
         forced = read_forced(force_tokens or (), schedule, prompts.images, self.backbone)
         condition = prompts.condition(self)
-        encoded = Moment(self.device)
-        context = self.context(prompts.images, schedule, sampling)
-
-        def make(executor: Eager) -> Output:
-            policy = Policy(context) if method is None else method.start(context)
-            trace = Trace(Costs.of(self.backbone), schedule, prompts.traced(seeds), sampling.guided_until)
-            with bar(self.spec.name, len(schedule), self.progress_bar) as advance:
-
-                def after(end: ScaleEnd) -> bool | Tensor | None:
-                    advance(1)
-                    if callback_on_scale_end is None:
-                        return None
-                    return callback_on_scale_end(end.copied() if executor.overwrites else end)
-
-                nobody = callback_on_scale_end is None and self.progress_bar is False
-                run = generate(
-                    self.backbone,
-                    self.tokenizer,
-                    condition,
-                    schedule,
-                    sampling,
-                    draws,
-                    policy,
-                    prompts.images,
-                    trace,
-                    forced,
-                    None if nobody else after,
-                    executor,
-                )
-            run.release()
-            generated = Moment(self.device)
-            features = run.features.clone()  # outside inference mode, so that users may write into it
-            pictures = None if output_type == "latent" else self._decode(features, executor)
-            # While a GPU decodes:
-            tokens = copied(run.tokens)
-            executor.check(self.backbone)
-            trace.header = self._header(method, executor)
-            images: Any = features
-            if pictures is not None:
-                finite = torch.isfinite(pictures).all()
-                images = as_output(pictures, output_type)
-                self._require_finite(finite)
-            done = Moment(self.device)
-            trace.seconds = {
-                "text": encoded.since(started),
-                "transformer": generated.since(encoded),
-                "decode": done.since(generated),
-                "total": done.since(started),
-            }
-            return Output(images, trace, tokens, seeds)
-
+        call = Call(
+            self,
+            prompts,
+            schedule,
+            sampling,
+            draws,
+            seeds,
+            forced,
+            method,
+            callback_on_scale_end,
+            output_type,
+            condition,
+            started,
+            encoded=Moment(self.device),
+        )
         # A second try must not call the user again, nor draw from the user's generator once more.
         again = callback_on_scale_end is None and isinstance(draws, PerImageDraws)
-        return with_enough_memory(make, self.executor, again, prompts.images, schedule)
+        return with_enough_memory(call.make, self.executor, again, prompts.images, schedule)
 
     def context(self, images: int, schedule: Schedule, sampling: Sampling) -> Context:
         """What a method may know of a call."""
@@ -284,30 +238,21 @@ class Pipeline:
 
     def decode(self, features: Tensor) -> Tensor:
         """Feature maps [B, d, H, W] -> images [B, 3, H, W] in [-1, 1]."""
-        images = self._decode(features, Eager())
-        self._require_finite(torch.isfinite(images).all())
+        images = self.start_decoding(features, Eager())
+        self.require_finite(torch.isfinite(images).all())
         return images
 
-    def _decode(self, features: Tensor, executor: Eager) -> Tensor:
+    def start_decoding(self, features: Tensor, executor: Eager) -> Tensor:
+        """The same, unchecked: a GPU may still be at work."""
         with torch.autocast(self.device.type, enabled=False):
             return executor.decode(self.tokenizer, features)
 
-    def _require_finite(self, finite: Tensor) -> None:
+    def require_finite(self, finite: Tensor) -> None:
+        """Whether decoded pictures are."""
         if not finite:
             raise NextscaleError(
                 f"the decoded picture is not finite: {cause_of_nan(self.tokenizer, 'the feature map')}"
             )
-
-    def _header(self, method: Method | None, executor: Eager) -> dict[str, Any]:
-        """Of a trace."""
-        return {
-            "nextscale": __version__,
-            "model": self.spec.name,
-            "dtype": name_of(self.dtype),
-            "device": str(self.device),
-            "method": {"name": "none", "fields": {}} if method is None else method.to_dict(),
-            "runtime": executor.name,
-        }
 
     def schedule(
         self,
@@ -405,12 +350,6 @@ class Pipeline:
                 f"{images} images of {len(schedule)} scales need about {need / GIB:.0f} GiB, but {self.device} has "
                 f"{have / GIB:.0f} GiB; make fewer at a time, or smaller ones"
             )
-
-
-def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, made in one go."""
-    parts = torch.cat([t.flatten() for t in tensors]).split([t.numel() for t in tensors])
-    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def check_method(method: Method | None) -> None:

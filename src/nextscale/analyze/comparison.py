@@ -6,9 +6,9 @@ from pathlib import Path
 
 from nextscale.analyze.computed import computed
 from nextscale.analyze.style import literal, quoted, require_matplotlib
+from nextscale.call import Output
 from nextscale.evaluate.psnr import psnr
 from nextscale.images import from_pil
-from nextscale.pipeline import Output
 from nextscale.writing import whole_file
 
 

@@ -11,7 +11,7 @@ from nextscale.analyze.computed import computed
 from nextscale.analyze.data import Data, small
 from nextscale.analyze.style import MAPS, canvas, entitle, literal, picture, save
 from nextscale.analyze.watch import thumbnail
-from nextscale.pipeline import Output
+from nextscale.call import Output
 
 SCALES = 5  # the last ones, which have nearly all tokens
 

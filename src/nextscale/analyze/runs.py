@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nextscale.call import Output
 from nextscale.evaluate.features import perceptual, why_missing
 from nextscale.evaluate.psnr import psnr
 from nextscale.evaluate.ssim import ssim
 from nextscale.images import from_pil
 from nextscale.methods.base import Method
 from nextscale.methods.naming import PLAIN
-from nextscale.pipeline import Output, Pipeline
+from nextscale.pipeline import Pipeline
 
 EQUAL = 119.9  # dB that only equal pictures of bytes have
 

@@ -13,13 +13,14 @@ from nextscale.analyze.band import Asked, Band, measure_band
 from nextscale.analyze.runs import require_start
 from nextscale.analyze.style import quoted
 from nextscale.analyze.watch import Watched, watch
+from nextscale.call import Output
 from nextscale.errors import NextscaleError
 from nextscale.methods import NOVA, FastVAR, Method, SparseVAR, ToProVAR, Truncate
 from nextscale.methods.base import read_stored
 from nextscale.methods.compose import Compose
 from nextscale.methods.naming import parse_method
 from nextscale.methods.stored import stored, stored_names
-from nextscale.pipeline import Output, Pipeline
+from nextscale.pipeline import Pipeline
 from nextscale.prompts import read_labels
 from nextscale.text.words import WordEncoder
 

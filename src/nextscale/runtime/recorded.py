@@ -187,6 +187,9 @@ class Report(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self.long[name] if name in self.long else self.read()[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 

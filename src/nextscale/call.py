@@ -1,0 +1,126 @@
+"""One call of a pipeline: from what was asked for to pictures and their trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nextscale.devices import Moment, name_of
+from nextscale.draws import Draws
+from nextscale.images import as_output
+from nextscale.loop import Callback, ScaleEnd, generate
+from nextscale.methods.base import Method, Policy
+from nextscale.progress import bar
+from nextscale.prompts import Prompts
+from nextscale.runtime.eager import Eager
+from nextscale.sampling import Sampling
+from nextscale.schedule import Schedule
+from nextscale.trace import Costs, Trace
+from nextscale.version import __version__
+
+if TYPE_CHECKING:
+    from nextscale.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Output:
+    images: Any  # list of PIL images, or an array or tensor, as asked by `output_type`
+    trace: Trace
+    tokens: list[Tensor]  # per scale [B, N] indices or [B, N, d] bits, int32; -1 where an image did not run
+    seeds: list[int | None]  # None where a generator was given
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments that have been read and checked."""
+
+    pipe: Pipeline
+    prompts: Prompts
+    schedule: Schedule
+    sampling: Sampling
+    draws: Draws
+    seeds: list[int | None]
+    forced: Sequence[Tensor]
+    method: Method | None
+    callback: Callback | None
+    output_type: str
+    condition: Any
+    started: Moment
+    encoded: Moment
+
+    def make(self, executor: Eager) -> Output:
+        pipe, device, images = self.pipe, self.pipe.device, self.prompts.images
+        context = pipe.context(images, self.schedule, self.sampling)
+        policy = Policy(context) if self.method is None else self.method.start(context)
+        traced = self.prompts.traced(self.seeds)
+        trace = Trace(Costs.of(pipe.backbone), self.schedule, traced, self.sampling.guided_until)
+        with bar(pipe.spec.name, len(self.schedule), pipe.progress_bar) as advance:
+            run = generate(
+                pipe.backbone,
+                pipe.tokenizer,
+                self.condition,
+                self.schedule,
+                self.sampling,
+                self.draws,
+                policy,
+                images,
+                trace,
+                self.forced,
+                self._told_to_keep(executor),
+                executor,
+                advance,
+            )
+        run.release()
+        generated = Moment(device)
+        features = run.features.clone()  # outside inference mode, so that users may write into it
+        pictures = None if self.output_type == "latent" else pipe.start_decoding(features, executor)
+        # While a GPU decodes:
+        tokens = copied(run.tokens)
+        executor.check(pipe.backbone)
+        trace.header = self._header(executor)
+        made: Any = features
+        if pictures is not None:
+            finite = torch.isfinite(pictures).all()
+            made = as_output(pictures, self.output_type)
+            pipe.require_finite(finite)
+        done = Moment(device)
+        trace.seconds = {
+            "text": self.encoded.since(self.started),
+            "transformer": generated.since(self.encoded),
+            "decode": done.since(generated),
+            "total": done.since(self.started),
+        }
+        return Output(made, trace, tokens, self.seeds)
+
+    def _told_to_keep(self, executor: Eager) -> Callback | None:
+        """The user's callback; what it sees must outlive the next scale."""
+        callback = self.callback
+        if callback is None or not executor.overwrites:
+            return callback
+
+        def after(end: ScaleEnd) -> bool | Tensor | None:
+            return callback(end.copied())
+
+        return after
+
+    def _header(self, executor: Eager) -> dict[str, Any]:
+        """Of the trace."""
+        pipe, method = self.pipe, self.method
+        return {
+            "nextscale": __version__,
+            "model": pipe.spec.name,
+            "dtype": name_of(pipe.dtype),
+            "device": str(pipe.device),
+            "method": {"name": "none", "fields": {}} if method is None else method.to_dict(),
+            "runtime": executor.name,
+        }
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, made in one go."""
+    parts = torch.cat([t.flatten() for t in tensors]).split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
