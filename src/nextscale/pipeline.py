@@ -86,9 +86,9 @@ class Pipeline:
         `model` says which model the files are where their shapes leave a choice, `vae` where the tokenizer is if
         not beside them, `text_encoder` which T5 or Qwen2 to use. `dtype` is that of the matrix products (float32 unless
         told); `torch_dtype` and `device_map` are other spellings of `dtype` and `device`. `runtime` is "eager",
-        "compiled" or "graphs" (CUDA graphs: the first calls of every size take half a minute, all others are fast).
-        `quantize="fp8"` (experimental: not yet seen working on a GPU) rounds the weights of blocks, and what enters
-        them, to 8 bits.
+        "compiled" or "graphs" (CUDA graphs: the first calls of every size are slow, all others fast).
+        `quantize="fp8"` rounds the weights of blocks, and what enters them, to 8 bits: half the memory, on GPUs from Ada
+        and Hopper on (docs/performance.md says what it costs).
         """
         check_runtime(runtime)
         hub = locate.Hub(revision, token, local_files_only)

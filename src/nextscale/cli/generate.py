@@ -46,7 +46,7 @@ def generate(
     runtime: Annotated[str, typer.Option(help="eager, compiled or graphs; for one picture eager starts fastest.")] = (
         "eager"
     ),
-    quantize: Annotated[str | None, typer.Option(help="fp8 (experimental): 8-bit weights on a GPU.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="fp8: 8-bit weights and activations on a GPU.")] = None,
     revision: Revision = None,
     preview: Annotated[
         Path | None, typer.Option(help="Write the picture as it is after every scale into this folder.")
