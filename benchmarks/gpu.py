@@ -198,6 +198,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
     colours = {"eager": "#D55E00", "compiled": "#E69F00", "graphs": "#0072B2"}
+    ratios = dict.fromkeys(["none", *(r["ratios"] for r in rows)])
+    styles = dict(zip(ratios, ("-o", "--s", ":^", "-.d", "--v"), strict=False))
     panels = list(dict.fromkeys((r["model"], r["images"]) for r in rows))
     figure, axes = plt.subplots(
         1, len(panels), figsize=(5.2 * len(panels), 4), layout="constrained", squeeze=False, sharey=True
@@ -205,7 +207,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, (model, images) in zip(axes[0], panels, strict=True):
         for row in rows:
             if (row["model"], row["images"]) == (model, images):
-                style = "-o" if row["ratios"] == "none" else "--s"
+                style = styles[row["ratios"]]
                 what = "nothing dropped" if row["ratios"] == "none" else row["ratios"]
                 label = f"{row['runtime']}, {what}: {row['ms']:.0f} ms"
                 scales = range(1, len(row["scales_ms"]) + 1)

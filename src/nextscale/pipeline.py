@@ -87,8 +87,8 @@ class Pipeline:
         not beside them, `text_encoder` which T5 or Qwen2 to use. `dtype` is that of the matrix products (float32 unless
         told); `torch_dtype` and `device_map` are other spellings of `dtype` and `device`. `runtime` is "eager",
         "compiled" or "graphs" (CUDA graphs: the first calls of every size are slow, all others fast).
-        `quantize="fp8"` rounds the weights of blocks, and what enters them, to 8 bits: half the memory, on GPUs from Ada
-        and Hopper on (docs/performance.md says what it costs).
+        `quantize="fp8"` rounds the weights of blocks, and what enters them, to 8 bits: half the memory. It needs a GPU
+        like Ada, Hopper or newer (docs/performance.md says what it costs).
         """
         check_runtime(runtime)
         hub = locate.Hub(revision, token, local_files_only)

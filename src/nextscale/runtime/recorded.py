@@ -99,11 +99,13 @@ class Pieces:
         # Old programs must not be collected now: their memory cannot be given back during a capture.
         collects = gc.isenabled()
         gc.disable()
-        self.begin()
         try:
-            yield
+            self.begin()
+            try:
+                yield
+            finally:
+                self.end()
         finally:
-            self.end()
             if collects:
                 gc.enable()
 
