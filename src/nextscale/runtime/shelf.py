@@ -1,11 +1,13 @@
 """Which of the captured graphs of a scale is taken, and when another one is captured.
 
-A graph has room for some tokens in each layer, its slots. Slots that nobody needs are computed for nothing, and a graph
-of the right size costs as much as several scales: so one that is too large is taken until that much has been wasted.
+A graph has room for some tokens in each layer, its slots. Slots that nobody needs are computed for nothing, and to
+capture a graph of the right size costs as much as many scales. So the first one has some room to spare, because the next
+picture will need other slots, and one that is too large is taken until as much has been wasted as another one costs.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 
 from nextscale.runtime.recorded import Captured
@@ -13,7 +15,8 @@ from nextscale.runtime.recorded import Captured
 Slots = tuple[int, ...]  # of every layer; () = room for all tokens
 
 STEP = 16  # slots are rounded up to a multiple of it
-COST = 8  # of a capture, in scales of the right size
+SPARE = 1.2  # times the slots that are needed, for a graph that other pictures should fit into
+COST = 6  # of a capture, in scales of the right size
 
 
 class Shelf:
@@ -27,7 +30,7 @@ class Shelf:
         """Of the graph that has to be taken. If there is none yet, it has to be captured."""
         fitting = [slots for slots in self.wasted if all(map(operator.le, need, slots))]
         if not fitting:
-            return self._new(need, tokens)
+            return self._new(tuple(math.ceil(SPARE * n) for n in need), tokens)
         slots = min(fitting, key=sum)
         right = sum(need) + STEP / 2 * len(need)
         self.wasted[slots] += max(sum(slots) / max(right, 1) - 1, 0)
