@@ -1,8 +1,8 @@
 """Which of the captured graphs of a scale is taken, and when another one is captured.
 
 A graph has room for some tokens in each layer, its slots. Slots that nobody needs are computed for nothing, and to
-capture a graph of the right size costs as much as many scales. So the first one has some room to spare, because the next
-picture will need other slots, and one that is too large is taken until as much has been wasted as another one costs.
+capture a graph of the right size costs as much as many scales. So the first one has some room to spare, because the
+next picture will need other slots; and one that is too large is taken until as much has been wasted as another costs.
 """
 
 from __future__ import annotations
