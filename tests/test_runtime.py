@@ -172,6 +172,22 @@ def test_weights_side_by_side(infinity) -> None:
     assert all(map(torch.equal, blocks[1].parameters(), infinity.backbone.blocks[1].parameters()))
 
 
+@pytest.mark.parametrize("method", [NOVA(t_est=4, alpha=10), NOVA(t_est=4, alpha=10) + Truncate(1)])
+def test_complete_scales_are_not_waited_for(infinity, monkeypatch, method) -> None:
+    """Nothing depends on what the first scales report, so the device never idles behind them."""
+    happened = []
+    replay, wait = Again.replay, Again.wait
+    monkeypatch.setattr(Again, "replay", lambda self: (happened.append("replay"), replay(self)))
+    monkeypatch.setattr(Again, "wait", lambda self: (happened.append("wait"), wait(self)))
+    other = copy.copy(infinity)
+    other.executor = Pretended()
+    for first in (0, 2):
+        happened.clear()
+        ask(other, 1, first=first, method=method)
+        assert happened[:4] == ["replay"] * 4
+        assert happened[4] == "wait", "the fifth scale is decided by the four before"
+
+
 def test_a_report_waits_when_it_is_asked() -> None:
     asked = []
     told = Told({"entropy": torch.tensor([1.5]), "map": torch.zeros(SHORT + 1)}, torch.tensor([7.0, torch.inf]))
