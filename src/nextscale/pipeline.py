@@ -57,6 +57,7 @@ class Pipeline:
         self.executor = make_executor(runtime, self.device)
         self.text_encoder = text_encoder
         self._estimates: dict[Any, Estimate] = {}  # the newest
+        self._known_sizes: set[tuple[int, int]] = set()  # height, width of pictures that were asked for
         self.progress_bar = progress_bar  # None: only on a terminal
         self.weight_files = tuple(weight_files)  # where the weights were read; empty: they were never in files
 
@@ -321,7 +322,11 @@ class Pipeline:
         )
 
     def _warn_of_size(self, schedule: Schedule) -> None:
+        """Once for every size."""
         height, width = (cells * self.tokenizer.stride for cells in schedule.last)
+        if (height, width) in self._known_sizes:
+            return
+        self._known_sizes.add((height, width))
         if schedule.pixel_budget == EXTENDED:
             logger.warning("no model was trained for %dx%d: the last two scales extend its schedule", height, width)
             return
