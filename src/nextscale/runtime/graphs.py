@@ -31,7 +31,7 @@ from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Task, Work
 from nextscale.runtime.program import SHARE, Inputs, Program
 from nextscale.runtime.recorded import Captured, Capturing, Chosen, Pieces, Recorded, Report, Told, Used
-from nextscale.runtime.shelf import Shelf
+from nextscale.runtime.shelf import Shelf, Slots
 from nextscale.schedule import Scale
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -94,9 +94,9 @@ class Graphs(Eager):
         return graph, state
 
     def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
-        program, scale, plan, rows = self.program, task.scale, task.plan, task.rows
+        program, scale, plan = self.program, task.scale, task.plan
         all_tokens = (scale.tokens + (0 if scale.index else work.backbone.context),) * len(kv)
-        some = program is not None and rows.images < len(program.features)
+        some = program is not None and task.rows.images < len(program.features)
         # What a method remembers of pictures that rest lies anywhere: from then on nothing can be captured.
         self.apart |= some and not passive(work.policy)
         if self.reason or program is None or some or self.apart:
@@ -107,41 +107,14 @@ class Graphs(Eager):
             return super().run_scale(work, task, features, kv)
         if features is not program.features:
             program.features.copy_(features)
-        everyone = range(len(features))
-        program.draws.refill(scale.index, everyone)
+        program.draws.refill(scale.index, range(len(features)))
         remembered, used = program.memory.entries(), used_of(kv)
-        key = (scale.index, rows, plan.variant, plan.needs, tuple(used), work.watched)
         need = plan.slots
         self.scales += bool(need)
         while True:
-            shelf = program.shelves.setdefault(key, Shelf())
-            self.slots = shelf.slots(need, scale.tokens)
-            room = self.slots or all_tokens
-            if program.make_room(room, kv):
-                continue
-            captured = shelf.graphs.get(self.slots)
-            if captured is None:
-                program.save()
-                captured = shelf.graphs[self.slots] = self.capture(program, work, task, kv)
-            made = captured.made
-            captured.graph.replay()
-            # While the device is at work: the numbers of the next scale, what has to outlive this one, and all else
-            # that need not wait for its report.
-            program.draws.refill(scale.index + 1, everyone)
-            work.policy.meanwhile()
-            chosen, before = made.chosen.copied(), made.step.stats
-            maps = program.features.clone() if work.watched else program.features
-            report = Report(made.told, captured.graph.wait)
-            step = dataclasses.replace(
-                made.step,
-                features=maps,
-                tokens=program.tokens[scale.index],
-                stats=Stats(scale, rows, before.lens, chosen, context=before.context),
-                report=report,
-            )
-            program.memory.remember(made.memory)
-            use(kv, made.kv)
-            wanted = [int(n) for n in report["wanted"].tolist()] if need else list(room)
+            captured, room = self.find(program, work, task, kv, need, all_tokens)
+            step = self.replay(program, work, task, kv, captured)
+            wanted = [int(n) for n in step.report["wanted"].tolist()] if need else list(room)
             if all(map(operator.le, wanted, room)):
                 break
             self.again += 1
@@ -151,8 +124,43 @@ class Graphs(Eager):
             need = tuple(map(max, wanted, need))
         program.used = list(map(operator.add, program.used, wanted))
         self.ran.append((scale, captured))
-        self.reports.append(report)
         return step
+
+    def find(
+        self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], need: Slots, all_tokens: Slots
+    ) -> tuple[Captured, Slots]:
+        """A graph of this scale that has room for what layers need, and its room."""
+        scale, plan = task.scale, task.plan
+        key = (scale.index, task.rows, plan.variant, plan.needs, tuple(used_of(kv)), work.watched)
+        while True:
+            shelf = program.shelves.setdefault(key, Shelf())
+            self.slots = shelf.slots(need, scale.tokens)
+            room = self.slots or all_tokens
+            if not program.make_room(room, kv):
+                break
+        if self.slots not in shelf.graphs:
+            program.save()
+            shelf.graphs[self.slots] = self.capture(program, work, task, kv)
+        return shelf.graphs[self.slots], room
+
+    def replay(self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], captured: Captured) -> Step:
+        scale, made = task.scale, captured.made
+        captured.graph.replay()
+        # While the device is at work: the numbers of the next scale, what has to outlive this one, and all else that
+        # need not wait for its report.
+        program.draws.refill(scale.index + 1, range(len(program.features)))
+        work.policy.meanwhile()
+        program.memory.remember(made.memory)
+        use(kv, made.kv)
+        self.reports.append(Report(made.told, captured.graph.wait))
+        chosen, before = made.chosen.copied(), made.step.stats
+        return dataclasses.replace(
+            made.step,
+            features=program.features.clone() if work.watched else program.features,
+            tokens=program.tokens[scale.index],
+            stats=Stats(scale, task.rows, before.lens, chosen, context=before.context),
+            report=self.reports[-1],
+        )
 
     def capture(self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache]) -> Captured:
         kv = [copy.copy(cache) for cache in kv]
