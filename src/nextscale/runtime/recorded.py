@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -156,25 +157,21 @@ class Told:
 
     def __init__(self, report: dict[str, Tensor], largest: Tensor) -> None:
         self.long = {name: told for name, told in report.items() if told.numel() > SHORT}
-        self.shapes = {name: told.shape for name, told in report.items() if name not in self.long}
-        self.sizes = [shape.numel() for shape in self.shapes.values()]
-        numbers = sum(self.sizes) + largest.numel()
-        self.host = torch.empty(numbers, dtype=torch.float64, pin_memory=largest.is_cuda)
+        short = {name: told for name, told in report.items() if name not in self.long}
+        ends = list(itertools.accumulate((told.numel() for told in short.values()), initial=0))
+        self.end = ends[-1]
+        self.places = {name: (slice(*ends[n : n + 2]), told.shape) for n, (name, told) in enumerate(short.items())}
+        self.host = torch.empty(self.end + largest.numel(), dtype=torch.float64, pin_memory=largest.is_cuda)
 
     def write(self, report: dict[str, Tensor], largest: Tensor) -> None:
         self.long = {name: report[name] for name in self.long}
-        short = [report[name].double().flatten() for name in self.shapes]
+        short = [report[name].double().flatten() for name in self.places]
         self.host.copy_(torch.cat([*short, largest.double()]), non_blocking=True)
-
-    def read(self) -> dict[str, Tensor]:
-        """The short parts, after the device has written them."""
-        parts = self.host.clone().split([*self.sizes, len(self.host) - sum(self.sizes)])
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
 
     @property
     def largest(self) -> list[float]:
         """The largest logit after guidance and before: NaN or infinite if any is."""
-        return self.host[sum(self.sizes) :].tolist()
+        return self.host[self.end :].tolist()
 
 
 class Report(Mapping[str, Tensor]):
@@ -183,11 +180,15 @@ class Report(Mapping[str, Tensor]):
     def __init__(self, told: Told, wait: Callable[[], None]) -> None:
         self.source: tuple[Told, Callable[[], None]] | None = told, wait  # until it has been read
         self.long = {name: part.clone() for name, part in told.long.items()}
-        self.names = (*told.shapes, *self.long)
-        self.short: dict[str, Tensor] = {}
+        self.places = told.places
+        self.names = (*self.places, *self.long)
+        self.numbers = told.host
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.long[name] if name in self.long else self.read()[name]
+        if name in self.long:
+            return self.long[name]
+        place, shape = self.places[name]
+        return self.read()[place].view(shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -198,10 +199,10 @@ class Report(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def read(self) -> dict[str, Tensor]:
-        """What the next replay will write over."""
+    def read(self) -> Tensor:
+        """Copy what the next replay will write over."""
         if self.source is not None:
             told, wait = self.source
             wait()
-            self.short, self.source = told.read(), None
-        return self.short
+            self.numbers, self.source = told.host.clone(), None
+        return self.numbers
