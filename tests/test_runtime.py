@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import logging
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -186,6 +188,19 @@ def test_complete_scales_are_not_waited_for(infinity, monkeypatch, method) -> No
         ask(other, 1, first=first, method=method)
         assert happened[:4] == ["replay"] * 4
         assert happened[4] == "wait", "the fifth scale is decided by the four before"
+
+
+def test_forgotten_graphs_are_gone(infinity) -> None:
+    """When memory runs out, eager mode has to find it."""
+    other = copy.copy(infinity)
+    other.executor = graphs = Pretended()
+    made = ask(other, 1)  # nobody asks what its scales report
+    known = [weakref.ref(captured.graph) for _, captured in graphs.ran]
+    assert len(known) == len(made.tokens)
+    del made
+    graphs.forget()
+    gc.collect()
+    assert not any(graph() for graph in known)
 
 
 def test_a_report_waits_when_it_is_asked() -> None:

@@ -70,7 +70,7 @@ class Call:
                 images,
                 trace,
                 self.forced,
-                self._told_to_keep(executor),
+                self._after_scale(executor),
                 executor,
                 advance,
             )
@@ -96,7 +96,7 @@ class Call:
         }
         return Output(made, trace, tokens, self.seeds)
 
-    def _told_to_keep(self, executor: Eager) -> Callback | None:
+    def _after_scale(self, executor: Eager) -> Callback | None:
         """The user's callback; what it sees must outlive the next scale."""
         callback = self.callback
         if callback is None or not executor.overwrites:

@@ -74,16 +74,17 @@ def generate(
     expected = policy.expected_tokens()
     run.reserve(backbone.context + expected if expected else 0)
     for scale in schedule:
-        advance(1)
         plan = policy.begin_scale(scale)
         rows, state = run.apply(plan, scale)
         if not rows.all:
+            advance(1)
             continue
         step = executor.run_scale(work, Task(scale, plan, rows, state), run.features_of(rows.which), run.kv)
         run.store(rows, scale, step.features, step.tokens)
         policy.reported(step.stats, step.report)
         policy.added(run.features, step.stats)
         trace.ran(step.stats, state)
+        advance(1)
         if on_scale_end is None:
             continue
         decode = partial(tokenizer.decode, run.features)

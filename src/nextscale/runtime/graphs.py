@@ -95,15 +95,15 @@ class Graphs(Eager):
 
     def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
         program, scale, plan = self.program, task.scale, task.plan
-        all_tokens = (scale.tokens + (0 if scale.index else work.backbone.context),) * len(kv)
         some = program is not None and task.rows.images < len(program.features)
         # What a method remembers of pictures that rest lies anywhere: from then on nothing can be captured.
         self.apart |= some and not passive(work.policy)
         if self.reason or program is None or some or self.apart:
             self.slots = ()
             if program is not None and not self.reason:  # some pictures rest: their rows of the cache are kept
-                program.make_room(all_tokens, kv)
-                program.used = list(map(operator.add, program.used, all_tokens))
+                room = room_for_all(work, scale)
+                program.make_room(room, kv)
+                program.used = list(map(operator.add, program.used, room))
             return super().run_scale(work, task, features, kv)
         if features is not program.features:
             program.features.copy_(features)
@@ -112,7 +112,7 @@ class Graphs(Eager):
         need = plan.slots
         self.scales += bool(need)
         while True:
-            captured, room = self.find(program, work, task, kv, need, all_tokens)
+            captured, room = self.find(program, work, task, kv, used, need)
             step = self.replay(program, work, task, kv, captured)
             wanted = [int(n) for n in step.report["wanted"].tolist()] if need else list(room)
             if all(map(operator.le, wanted, room)):
@@ -127,15 +127,15 @@ class Graphs(Eager):
         return step
 
     def find(
-        self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], need: Slots, all_tokens: Slots
+        self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], used: Sequence[Used], need: Slots
     ) -> tuple[Captured, Slots]:
         """A graph of this scale that has room for what layers need, and its room."""
         scale, plan = task.scale, task.plan
-        key = (scale.index, task.rows, plan.variant, plan.needs, tuple(used_of(kv)), work.watched)
+        key = (scale.index, task.rows, plan.variant, plan.needs, tuple(used), work.watched)
         while True:
             shelf = program.shelves.setdefault(key, Shelf())
             self.slots = shelf.slots(need, scale.tokens)
-            room = self.slots or all_tokens
+            room = self.slots or room_for_all(work, scale)
             if not program.make_room(room, kv):
                 break
         if self.slots not in shelf.graphs:
@@ -213,6 +213,7 @@ class Graphs(Eager):
     def forget(self) -> None:
         self.program = self.key = None
         self.ran.clear()
+        self.reports.clear()  # an unread one knows its graph
 
     def layer_done(self, layer: int) -> None:
         if self.capturing is not None and self.capturing.pieces is not None and layer in CUTS:
@@ -273,6 +274,11 @@ class Graphs(Eager):
             guided, raw = captured.made.told.largest
             if not math.isfinite(guided):
                 raise not_finite(math.isfinite(raw), scale, backbone)
+
+
+def room_for_all(work: Work, scale: Scale) -> Slots:
+    """In every layer."""
+    return (scale.tokens + (0 if scale.index else work.backbone.context),) * work.backbone.depth
 
 
 def used_of(kv: Sequence[LayerCache]) -> list[Used]:

@@ -14,6 +14,7 @@ from nextscale.devices import wait_for
 from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.residual import Places, TokenCaches
+from nextscale.packing import Like, divide, ends
 from nextscale.run import Run
 from nextscale.runtime.eager import Work
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
 SPARE = 1.15  # times what the first call needed of it: what is kept for the others
 STREAMS = 4  # residual streams of the last scale that graphs hold at once, about
-ALIGNED = 256  # bytes
 
 Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
 
@@ -36,18 +36,13 @@ class Arena:
         self.side = side
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def divide(self, like: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    def divide(self, like: Like) -> list[Tensor]:
         """Tensors of these shapes, one behind the other. What was there before is gone."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // ALIGNED) * ALIGNED)
         self.memory = self.memory.new_empty(0)
         with self.allocating():
-            self.memory = torch.zeros(starts[-1], dtype=torch.uint8, device=self.memory.device)
+            self.memory = torch.zeros(ends(like)[-1], dtype=torch.uint8, device=self.memory.device)
         wait_for(self.memory.device)
-        parts = [self.memory[a : a + size] for a, size in zip(starts, sizes, strict=False)]
-        return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, like, strict=True)]
+        return divide(self.memory, like)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
