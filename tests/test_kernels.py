@@ -14,15 +14,16 @@ from nextscale.kernels.attention import attend, reference, runs_on
 from nextscale.kernels.fp8 import FP8Linear, round_rows
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.keys import stores
-from nextscale.kernels.lens import BitHead, fused_lens, looks
+from nextscale.kernels.lens import BitHead, Filled, Lens, fused_lens, looks
 from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.norm import group_norm, join
+from nextscale.kernels.restore import fused_restore
 from nextscale.kernels.rows import Parts, linear_for_sum
 from nextscale.kv import LayerCache, taken
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.linkage import MOST, Linkage
 from nextscale.methods.residual import resize_tokens
-from nextscale.methods.selection import Selection, keep_highest
+from nextscale.methods.selection import Selection, keep_highest, scatter
 from nextscale.models.infinity import InfinityState
 from nextscale.models.layers import SelfAttention
 from nextscale.models.stream import Stream
@@ -57,6 +58,23 @@ def test_attention_with_entropy(device: str, shape, width: int) -> None:
         assert seen.shape == q.shape
     counted_late, _ = attend(q, k, v, 0.2, length - 1, torch.ones_like(length))
     assert torch.equal(counted_late, seen)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("shares", [1, 2, 4])
+def test_attention_whose_keys_are_shared(shares: int) -> None:
+    from nextscale.kernels.attention_triton import blocks, fused, shares_of_keys
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 128, device="cuda").bfloat16() for n in (70, 700, 700))
+    length = torch.tensor([700, 30], device="cuda")  # some shares are empty
+    seen, entropy = fused(q, k, v, 0.2, length, entropy=True, SHARES=shares, **blocks(70, 700))
+    exact, right = reference(q.double(), k.double(), v.double(), 0.2, length, entropy=True)
+    assert off(seen, exact) < 0.01
+    assert (entropy - right).abs().max() < 2e-3
+    assert shares_of_keys(32, 1000) == 4
+    assert shares_of_keys(32, 100) == shares_of_keys(264, 4000) == 1
 
 
 def test_the_entropy_of_equal_keys_is_the_logarithm_of_their_number() -> None:
@@ -237,8 +255,6 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
     assert torch.equal(expected[kept], y[chosen.real])
     assert torch.allclose(new, expected - x, atol=1e-5)
     if device == "cuda":
-        from nextscale.kernels.restore_triton import fused_restore
-
         there = type(chosen)(chosen.index.to(device), chosen.count.to(device))
         added = torch.full((2, cells, channels), torch.nan, device=device)
         delta, gate = torch.randn(y.shape, device=device), torch.randn(2, 1, channels, device=device)
@@ -266,7 +282,55 @@ def test_the_entropy_of_the_lens(device: str, unit: str) -> None:
     assert torch.allclose(parts.logits(x), logits[..., 1] - logits[..., 0], atol=1e-4)
     assert looks(x) == (device == "cuda")
     if device == "cuda":
-        assert off(fused_lens(x, parts, unit), token_entropy(logits, unit)) < 1e-5
+        assert off(fused_lens(x, parts, unit)[0], token_entropy(logits, unit)) < 1e-5
+
+
+@on_both
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("grids", [((3, 4), (5, 7)), ((8, 9), (12, 12))])
+@torch.no_grad()
+def test_the_lens_follows_holes_that_are_filled(device: str, mode: str, grids) -> None:
+    """Layer after layer, what is left of a state's products is as good as a look at all of it."""
+    torch.manual_seed(0)
+    (h, w), (height, width) = grids
+    cells, channels, bits = height * width, 128, 5
+    head = BitHead.of(nn.Linear(channels, 2 * bits).to(device), *torch.randn(2, 2, channels, device=device), 1e-6)
+    x = torch.randn(4, cells, channels, device=device) * 3 + 1
+    exact_head = BitHead(head.factor.double(), head.total.double(), head.term.double(), head.eps)
+    lens, exact = Lens(2, lambda: head), x.double()
+    for layer in range(3):
+        z = exact_head.logits(exact[:2])
+        entropy = token_entropy(torch.stack((torch.zeros_like(z), z), dim=-1))
+        cached = torch.randn(4, h * w, channels, device=device).to(dtype_of(device))
+        count = torch.tensor([1 + layer, cells // 3], device=device).repeat(2)
+        chosen = keep_highest(entropy.float().repeat(2, 1), count, cells // 2)
+        y = torch.randn(4, cells // 2, channels, device=device)
+        if device == "cuda":
+            assert off(lens.entropy(x, "token"), entropy) < 1e-5
+            moments = lens.moments(x, chosen)
+            assert moments is not None
+            x = fused_restore(x, cached, grids, mode, chosen, Stream(y), None, moments)
+            lens.filled = Filled(x, moments, chosen, cached, grids, mode)
+            assert off(moments[..., 0], x[:2].mean(-1)) < 1e-5
+        before = resize_tokens(cached.double(), *grids, mode)
+        exact = scatter(exact + before, chosen, y.double())
+        # The products of an enlarged map are the enlarged products of the map.
+        products = resize_tokens(cached[:2].double() @ exact_head.factor, *grids, mode)
+        assert torch.allclose(products, before[:2] @ exact_head.factor)
+
+
+@torch.no_grad()
+def test_the_lens_trusts_only_what_it_saw() -> None:
+    lens, x = Lens(1, lambda: None), torch.zeros(2, 3, 4)
+    chosen = Selection(torch.zeros(2, 1, dtype=torch.long), torch.ones(2), torch.zeros(2, 3, dtype=torch.int32))
+    assert lens.moments(x, chosen) is None  # nothing was looked at
+    lens.seen = x
+    assert lens.moments(x.clone(), chosen) is None
+    lens.seen = x
+    assert lens.moments(x, Selection(chosen.index, chosen.count)) is None
+    lens.seen = x
+    assert lens.moments(x, chosen).shape == (1, 3, 2)
+    assert lens.moments(x, chosen) is None  # not since it was filled
 
 
 def test_the_head_of_bits_in_another_form(infinity) -> None:

@@ -2,6 +2,8 @@
 
 For every query it keeps the largest score m and l = sum exp(s - m) while it walks over the keys. With one number more,
 u = sum exp(s - m) (s - m), the entropy is log l - u / l: exact, without a second pass. Scores are in units of log 2.
+
+Few queries do not fill a GPU. Then several programs share the keys, and another kernel puts together what they saw.
 """
 
 from __future__ import annotations
@@ -12,6 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+PROCESSORS = 132  # of a large GPU
+FEW, SOME = 128, 400  # keys that are worth a program while processors are idle, and while each has but one
+MOST = 4  # programs that share the keys
+JOINED = 4  # queries of a program that puts shares together
 
 
 def fused(
@@ -28,12 +36,18 @@ def fused(
     out = torch.empty(rows, queries, heads, width, dtype=q.dtype, device=q.device)  # as the projection behind reads it
     spread = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device) if entropy else None
     tuned = tuned or blocks(queries, k.shape[2])
-    grid = (triton.cdiv(queries, tuned["BLOCK_Q"]), rows * heads)
-    _attention[grid](
+    programs = (triton.cdiv(queries, tuned["BLOCK_Q"]), rows * heads)
+    shares = tuned.pop("SHARES", None) or shares_of_keys(math.prod(programs), k.shape[2])
+    seen, numbers = out, out
+    if shares > 1:
+        seen = torch.empty(shares, rows * heads, queries, width, dtype=torch.float32, device=q.device)
+        numbers = torch.empty(shares, rows * heads, queries, 4, dtype=torch.float32, device=q.device)
+    _attention[(*programs, shares)](
         q,
         k,
         v,
-        out,
+        seen,
+        numbers,
         spread if entropy else q,
         length if length is not None else q,
         more if more is not None else q,
@@ -48,9 +62,35 @@ def fused(
         HAS_LENGTH=length is not None,
         HAS_MORE=more is not None,
         ENTROPY=entropy,
+        SHARES=shares,
         **tuned,
     )
+    if shares > 1:
+        _join[(triton.cdiv(queries, JOINED), rows * heads)](
+            seen,
+            numbers,
+            out,
+            spread if entropy else q,
+            heads,
+            queries,
+            WIDTH=width,
+            ENTROPY=entropy,
+            SHARES=shares,
+            BLOCK_Q=JOINED,
+            num_warps=4,
+        )
     return out.transpose(1, 2), None if spread is None else spread.mean(1)
+
+
+def shares_of_keys(programs: int, keys: int) -> int:
+    """Into how many the keys are divided, so that there is work for the whole GPU."""
+    shares = 1
+    while shares < MOST and 2 * shares * programs <= 2 * PROCESSORS:
+        worth = FEW if 2 * shares * programs <= PROCESSORS else SOME
+        if keys < 2 * shares * worth:
+            break
+        shares *= 2
+    return shares
 
 
 def blocks(queries: int, keys: int) -> dict[str, int]:
@@ -70,6 +110,7 @@ def _attention(
     k_at,
     v_at,
     out_at,
+    numbers_at,
     spread_at,
     length_at,
     more_at,
@@ -90,6 +131,7 @@ def _attention(
     HAS_LENGTH: tl.constexpr,
     HAS_MORE: tl.constexpr,
     ENTROPY: tl.constexpr,
+    SHARES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -99,19 +141,24 @@ def _attention(
         keys = tl.load(length_at + row).to(tl.int32)
     if HAS_MORE:
         keys += tl.load(more_at + row).to(tl.int32)
+    first = 0
+    if SHARES > 1:
+        each = tl.cdiv(tl.cdiv(keys, BLOCK_K), SHARES) * BLOCK_K
+        first = tl.program_id(2) * each
+        keys = tl.minimum(keys, first + each)
     mine = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     channel = tl.arange(0, WIDTH)
     real = mine < queries
     place = q_at + row * q_row + head * q_head + mine[:, None] * q_token + channel
     q = tl.load(place, mask=real[:, None], other=0.0)
-    other = tl.arange(0, BLOCK_K)
+    other = first + tl.arange(0, BLOCK_K)
     k_place = k_at + row * k_row + head * k_head + other[None, :] * k_token + channel[:, None]
     v_place = v_at + row * v_row + head * v_head + other[:, None] * v_token + channel[None, :]
     top = tl.full((BLOCK_Q,), -1e30, tl.float32)  # below every score, and times 0 it is 0
     total = tl.zeros((BLOCK_Q,), tl.float32)
     weighted = tl.zeros((BLOCK_Q,), tl.float32)
     seen = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
-    whole = keys // BLOCK_K * BLOCK_K
+    whole = tl.maximum(keys - first, 0) // BLOCK_K * BLOCK_K
     for _ in tl.range(0, whole, BLOCK_K):
         k = tl.load(k_place)
         s = tl.dot(q, k)
@@ -127,7 +174,7 @@ def _attention(
         top = higher
         k_place += BLOCK_K * k_token
         v_place += BLOCK_K * v_token
-    if whole < keys:
+    if first + whole < keys:
         visible = whole + other < keys
         k = tl.load(k_place, mask=visible[None, :], other=0.0)
         s = tl.where(visible[None, :], tl.dot(q, k) * scale, float("-inf"))
@@ -141,9 +188,60 @@ def _attention(
         total = total * fade + tl.sum(p, 1)
         v = tl.load(v_place, mask=visible[:, None], other=0.0)
         seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
+        top = higher
+    if SHARES > 1:
+        at = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * queries + mine
+        tl.store(out_at + at[:, None] * WIDTH + channel, seen, mask=real[:, None])
+        tl.store(numbers_at + at * 4, top, mask=real)
+        tl.store(numbers_at + at * 4 + 1, total, mask=real)
+        tl.store(numbers_at + at * 4 + 2, weighted, mask=real)
+    else:
+        seen = seen / total[:, None]
+        out_place = out_at + ((row * queries + mine[:, None]) * heads + head) * WIDTH + channel
+        tl.store(out_place, seen.to(out_at.dtype.element_ty), mask=real[:, None])
+        if ENTROPY:
+            nats = (tl.log2(total) - weighted / total) * 0.6931471805599453
+            tl.store(spread_at + (row * heads + head) * queries + mine, nats, mask=real)
+
+
+@triton.jit(do_not_specialize=["queries"])
+def _join(
+    seen_at,
+    numbers_at,
+    out_at,
+    spread_at,
+    heads,
+    queries,
+    WIDTH: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    mine = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    real = mine < queries
+    channel = tl.arange(0, WIDTH)
+    top = tl.full((BLOCK_Q,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+    weighted = tl.zeros((BLOCK_Q,), tl.float32)
+    seen = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
+    for share in tl.static_range(SHARES):
+        at = (share * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * queries + mine
+        its_top = tl.load(numbers_at + at * 4, mask=real, other=0.0)
+        its_total = tl.load(numbers_at + at * 4 + 1, mask=real, other=0.0)
+        higher = tl.maximum(top, its_top)
+        fade, its_fade = tl.exp2(top - higher), tl.exp2(its_top - higher)
+        if ENTROPY:
+            its_weighted = tl.load(numbers_at + at * 4 + 2, mask=real, other=0.0)
+            weighted = (weighted + total * (top - higher)) * fade
+            weighted += (its_weighted + its_total * (its_top - higher)) * its_fade
+        total = total * fade + its_total * its_fade
+        its_seen = tl.load(seen_at + at[:, None] * WIDTH + channel, mask=real[:, None], other=0.0)
+        seen = seen * fade[:, None] + its_seen * its_fade[:, None]
+        top = higher
     seen = seen / total[:, None]
-    out_place = out_at + ((row * queries + mine[:, None]) * heads + head) * WIDTH + channel
+    out_place = out_at + ((row * queries + mine[:, None]).to(tl.int64) * heads + head) * WIDTH + channel
     tl.store(out_place, seen.to(out_at.dtype.element_ty), mask=real[:, None])
     if ENTROPY:
         nats = (tl.log2(total) - weighted / total) * 0.6931471805599453
-        tl.store(spread_at + (row * heads + head) * queries + mine, nats, mask=real)
+        tl.store(spread_at + tl.program_id(1).to(tl.int64) * queries + mine, nats, mask=real)

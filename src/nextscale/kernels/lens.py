@@ -2,19 +2,27 @@
 
 With the norm written out, the difference of a bit's two logits is z = (x . A - mean(x) a) / deviation(x) + c, where
 A, a and c hold the head's weights and the condition's scale and shift. So one pass over x is enough.
+
+And less than one is, where a layer left most tokens out: what these received is an enlarged map of the scale before, and
+the products of an enlarged map are the enlarged products of the map.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 try:
-    from nextscale.kernels.lens_triton import fused_lens
+    from nextscale.kernels.lens_triton import fused_lens, fused_lens_of_filled
 except ImportError:  # a CPU build of torch comes without Triton
-    fused_lens = None  # type: ignore[assignment]
+    fused_lens, fused_lens_of_filled = None, None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from nextscale.methods.selection import Selection
+    from nextscale.schedule import Grid
 
 
 class BitHead(NamedTuple):
@@ -38,6 +46,52 @@ class BitHead(NamedTuple):
         mean = x.mean(-1, keepdim=True)
         deviation = (x.var(-1, keepdim=True, unbiased=False) + self.eps).sqrt()
         return (x @ self.factor - mean * self.total[:, None]) / deviation + self.term[:, None]
+
+
+class Filled(NamedTuple):
+    """A state whose holes were filled in place, and from what."""
+
+    x: Tensor  # [R, N, C]
+    moments: Tensor  # mean and variance of its first rows, [B, N, 2]
+    chosen: Selection  # all other tokens are holes
+    cached: Tensor  # [R, n, C], on the first grid
+    grids: tuple[Grid, Grid]
+    mode: str
+
+
+class Lens:
+    """The entropies of a scale's states, layer after layer."""
+
+    def __init__(self, images: int, head: Callable[[], BitHead]) -> None:
+        self.images, self.head = images, head
+        self.products: Tensor | None = None  # x . A of the state below
+        self.seen: Tensor | None = None  # the state that was looked at last
+        self.filled: Filled | None = None  # what became of it since
+
+    def entropy(self, x: Tensor, unit: str) -> Tensor:
+        """[B, N] of the conditional rows of x [R, N, C]."""
+        filled, self.filled = self.filled, None
+        if filled is not None and self.products is not None and same(filled.x, x):
+            entropy = fused_lens_of_filled(filled, self.products, self.head(), unit)
+        else:
+            entropy, self.products = fused_lens(x[: self.images], self.head(), unit)
+        self.seen = x
+        return entropy
+
+    def moments(self, x: Tensor, chosen: Selection) -> Tensor | None:
+        """Where whoever fills holes of x has to leave the moments, if that spares a look at all of it."""
+        seen, self.seen, self.filled = self.seen, None, None  # what was seen is gone in any case
+        if seen is None or not same(seen, x) or chosen.slot is None:
+            return None
+        return torch.empty(self.images, x.shape[1], 2, dtype=torch.float32, device=x.device)
+
+    def forget(self) -> None:
+        """The scale is over."""
+        self.products = self.seen = self.filled = None
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 def looks(x: Tensor) -> bool:

@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.restore_triton import between, nearest
+
 if TYPE_CHECKING:
-    from nextscale.kernels.lens import BitHead
+    from nextscale.kernels.lens import BitHead, Filled
 
 
 TOKENS, STEP = 64, 64  # tokens and channels that a program holds at once
@@ -18,49 +20,109 @@ PROGRAMS = 300  # that run at once on a large GPU
 FEW = 8  # tokens of a program that puts the parts together
 
 
-def fused_lens(x: Tensor, head: BitHead, unit: str) -> Tensor:
-    """Entropy [B, N] of the tokens x [B, N, C], a sum over bits or their mean."""
+def fused_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, Tensor]:
+    """Entropy [B, N] of the tokens x [B, N, C], a sum over bits or their mean, and the products x . A."""
     images, tokens, channels = x.shape
-    bits = head.total.shape[1]
-    groups = triton.cdiv(tokens, TOKENS)
-    # Not by the number of images: a batch must give exactly what its images give.
-    parts = 1
-    while 2 * parts * groups <= PROGRAMS and channels % (2 * parts * STEP) == 0:
-        parts *= 2
-    block = max(triton.next_power_of_2(bits), 16)
-    sums = torch.empty(parts, images, tokens, block + 16, dtype=torch.float32, device=x.device)
+    sizes, width = _sizes(head)
+    parts = _parts(tokens, channels)
+    sums = torch.empty(parts, images, tokens, width + 16, dtype=torch.float32, device=x.device)
     entropy = torch.empty(images, tokens, dtype=torch.float32, device=x.device)
-    sizes = {"BITS": bits, "BLOCK_BITS": block}
-    _sums[(groups, parts, images)](
-        x,
-        head.factor,
-        sums,
-        tokens,
-        channels,
-        channels // parts,
-        *x.stride()[:2],
-        **sizes,
-        TOKENS=TOKENS,
-        STEP=STEP,
-        num_warps=4,
-        num_stages=3,
+    products = torch.empty(images, tokens, width, dtype=torch.float32, device=x.device)
+    _sums[(triton.cdiv(tokens, TOKENS), parts, images)](
+        x, head.factor, sums, tokens, channels, channels // parts, *x.stride()[:2], **sizes, **_BLOCKS
     )
     _entropy[(triton.cdiv(tokens, FEW), images)](
         sums,
+        products,
         head.total,
         head.term,
         entropy,
         tokens,
-        images,
         channels,
         head.eps,
-        1 / bits if unit == "bit" else 1.0,
+        _share(head, unit),
+        **sizes,
+        TOKENS=FEW,
+        PARTS=parts,
+        num_warps=4,
+    )
+    return entropy, products
+
+
+def fused_lens_of_filled(filled: Filled, products: Tensor, head: BitHead, unit: str) -> Tensor:
+    """The same of a state whose holes were filled, from the products that it had before, which become the new ones."""
+    x, (images, tokens), channels = filled.x, filled.moments.shape[:2], filled.x.shape[2]
+    (h, w), (height, wide) = filled.grids
+    slots = filled.chosen.index.shape[1]
+    sizes, width = _sizes(head)
+    # Not by the slots: what a picture gives must not depend on the room that others needed.
+    parts = _parts(h * w, channels)
+    sums = torch.empty(parts, images, h * w + slots, width, dtype=torch.float32, device=x.device)
+    entropy = torch.empty(images, tokens, dtype=torch.float32, device=x.device)
+    kept = triton.cdiv(slots, TOKENS)
+    assert filled.chosen.slot is not None
+    _sums_of_filled[(kept + triton.cdiv(h * w, TOKENS), parts, images)](
+        x,
+        filled.chosen.index,
+        filled.chosen.count,
+        filled.cached.contiguous(),
+        head.factor,
+        sums,
+        tokens,
+        slots,
+        h * w,
+        kept,
+        channels // parts,
+        CHANNELS=channels,
+        EXACT=filled.cached.dtype == torch.float32,
+        **sizes,
+        **_BLOCKS,
+    )
+    _entropy_of_filled[(triton.cdiv(tokens, FEW), images)](
+        sums,
+        products,
+        filled.moments,
+        filled.chosen.slot,
+        head.total,
+        head.term,
+        entropy,
+        tokens,
+        slots,
+        h,
+        w,
+        wide,
+        h / height,
+        w / wide,
+        head.eps,
+        _share(head, unit),
+        BILINEAR=filled.mode == "bilinear",
         **sizes,
         TOKENS=FEW,
         PARTS=parts,
         num_warps=4,
     )
     return entropy
+
+
+_BLOCKS = {"TOKENS": TOKENS, "STEP": STEP, "num_warps": 4, "num_stages": 3}
+
+
+def _sizes(head: BitHead) -> tuple[dict[str, int], int]:
+    bits = head.total.shape[1]
+    block = max(triton.next_power_of_2(bits), 16)
+    return {"BITS": bits, "BLOCK_BITS": block}, block
+
+
+def _parts(tokens: int, channels: int) -> int:
+    """Not by the number of images: a batch must give exactly what its images give."""
+    parts = 1
+    while 2 * parts * triton.cdiv(tokens, TOKENS) <= PROGRAMS and channels % (2 * parts * STEP) == 0:
+        parts *= 2
+    return parts
+
+
+def _share(head: BitHead, unit: str) -> float:
+    return 1 / head.total.shape[1] if unit == "bit" else 1.0
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -105,14 +167,79 @@ def _sums(
     tl.store(to + BLOCK_BITS + 1, tl.sum(squares, 1), mask=real)
 
 
-@triton.jit(do_not_specialize=["tokens", "images"])
+@triton.jit(do_not_specialize=["tokens", "slots", "olds", "kept"])
+def _sums_of_filled(
+    x_at,
+    index_at,
+    count_at,
+    cached_at,
+    factor_at,
+    sums_at,
+    tokens,
+    slots,
+    olds,
+    kept,
+    each,
+    CHANNELS: tl.constexpr,
+    EXACT: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Products of the kept tokens' new states, and of what the others received, before it was enlarged: that is linear,
+    so it may be done afterwards, with fewer numbers."""
+    group, part, image = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    bit = tl.arange(0, BLOCK_BITS)
+    known = bit < BITS
+    channel = part * each + tl.arange(0, STEP)
+    factor_place = factor_at + image * CHANNELS * BITS + channel[:, None] * BITS + bit[None, :]
+    products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
+    to = sums_at + (part * tl.num_programs(2) + image) * (olds + slots) * BLOCK_BITS
+    if group < kept:
+        slot = group * TOKENS + tl.arange(0, TOKENS)
+        count = tl.minimum(tl.load(count_at + image).to(tl.int32), slots)
+        if group * TOKENS < count:
+            real = slot < count
+            token = tl.load(index_at + image * slots + slot, mask=real, other=0)
+            place = x_at + (image * tokens + token[:, None]) * CHANNELS + channel[None, :]
+            for _ in tl.range(0, each, STEP):
+                x = tl.load(place, mask=real[:, None], other=0.0)
+                factor = tl.load(factor_place, mask=known[None, :], other=0.0)
+                products = tl.dot(x, factor, products, input_precision="tf32x3")
+                place += STEP
+                factor_place += STEP * BITS
+            tl.store(to + (olds + slot[:, None]) * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
+    else:
+        old = (group - kept) * TOKENS + tl.arange(0, TOKENS)
+        real = old < olds
+        place = cached_at + (image * olds + old[:, None]) * CHANNELS + channel[None, :]
+        for _ in tl.range(0, each, STEP):
+            x = tl.load(place, mask=real[:, None], other=0.0)
+            factor = tl.load(factor_place, mask=known[None, :], other=0.0)
+            if EXACT:
+                products = tl.dot(x, factor, products, input_precision="tf32x3")
+            else:  # three numbers of x's kind have the digits of one in float32
+                first = factor.to(x.dtype)
+                rest = factor - first.to(tl.float32)
+                second = rest.to(x.dtype)
+                third = (rest - second.to(tl.float32)).to(x.dtype)
+                products = tl.dot(x, first, products)
+                products = tl.dot(x, second, products)
+                products = tl.dot(x, third, products)
+            place += STEP
+            factor_place += STEP * BITS
+        tl.store(to + old[:, None] * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _entropy(
     sums_at,
+    products_at,
     total_at,
     term_at,
     entropy_at,
     tokens,
-    images,
     channels,
     eps,
     by,
@@ -125,21 +252,85 @@ def _entropy(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     real = token < tokens
     bit = tl.arange(0, BLOCK_BITS)
-    known = bit < BITS
     products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
     sums = tl.zeros((TOKENS,), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
     for part in tl.static_range(PARTS):
-        at = sums_at + ((part * images + image) * tokens + token) * (BLOCK_BITS + 16)
+        at = sums_at + ((part * tl.num_programs(1) + image) * tokens + token) * (BLOCK_BITS + 16)
         products += tl.load(at[:, None] + bit[None, :], mask=real[:, None], other=0.0)
         sums += tl.load(at + BLOCK_BITS, mask=real, other=0.0)
         squares += tl.load(at + BLOCK_BITS + 1, mask=real, other=0.0)
     mean = sums / channels
     deviation = tl.sqrt(tl.maximum(squares / channels - mean * mean, 0.0) + eps)
-    total = tl.load(total_at + image * BITS + bit, mask=known, other=0.0)
-    term = tl.load(term_at + image * BITS + bit, mask=known, other=0.0)
+    here = image * tokens + token
+    tl.store(products_at + here[:, None] * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
+    entropy = _of_bits(products, mean, deviation, total_at + image * BITS, term_at + image * BITS, BITS, BLOCK_BITS)
+    tl.store(entropy_at + here, entropy * by, mask=real)
+
+
+@triton.jit(do_not_specialize=["tokens", "slots", "h", "w", "width"])
+def _entropy_of_filled(
+    sums_at,
+    products_at,
+    moments_at,
+    slot_at,
+    total_at,
+    term_at,
+    entropy_at,
+    tokens,
+    slots,
+    h,
+    w,
+    width,
+    by_row,
+    by_column,
+    eps,
+    by,
+    BILINEAR: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    image = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    real = token < tokens
+    bit = tl.arange(0, BLOCK_BITS)[None, :]
+    here = image * tokens + token
+    slot = tl.load(slot_at + here, mask=real, other=0)
+    hole = real & (slot < 0)
+    kept = real & (slot >= 0)
+    products = tl.load(products_at + here[:, None] * BLOCK_BITS + bit, mask=hole[:, None], other=0.0)
+    olds = h * w
+    for part in tl.static_range(PARTS):
+        sums = sums_at + (part * tl.num_programs(1) + image) * (olds + slots) * BLOCK_BITS + bit
+        products += tl.load(sums + (olds + slot)[:, None] * BLOCK_BITS, mask=kept[:, None], other=0.0)
+        if BILINEAR:
+            nw, ne, sw, se, fr, fc = between(token, h, w, width, by_row, by_column)
+            a = tl.load(sums + nw[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
+            b = tl.load(sums + ne[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
+            d = tl.load(sums + sw[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
+            e = tl.load(sums + se[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
+            fr, fc = fr[:, None], fc[:, None]
+            products += (1 - fr) * ((1 - fc) * a + fc * b) + fr * ((1 - fc) * d + fc * e)
+        else:
+            old = nearest(token, h, w, width, by_row, by_column)
+            products += tl.load(sums + old[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
+    tl.store(products_at + here[:, None] * BLOCK_BITS + bit, products, mask=real[:, None])
+    mean = tl.load(moments_at + here * 2, mask=real, other=0.0)
+    deviation = tl.sqrt(tl.load(moments_at + here * 2 + 1, mask=real, other=0.0) + eps)
+    entropy = _of_bits(products, mean, deviation, total_at + image * BITS, term_at + image * BITS, BITS, BLOCK_BITS)
+    tl.store(entropy_at + here, entropy * by, mask=real)
+
+
+@triton.jit
+def _of_bits(products, mean, deviation, total_at, term_at, BITS: tl.constexpr, BLOCK_BITS: tl.constexpr):
+    """The entropy of tokens, a sum over bits."""
+    bit = tl.arange(0, BLOCK_BITS)
+    known = bit < BITS
+    total = tl.load(total_at + bit, mask=known, other=0.0)
+    term = tl.load(term_at + bit, mask=known, other=0.0)
     z = (products - mean[:, None] * total[None, :]) / deviation[:, None] + term[None, :]
     # Two outcomes need one number: H = softplus(z) - z sigmoid(z).
     softplus = tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z)))
-    entropy = tl.where(known[None, :], softplus - z * tl.sigmoid(z), 0.0)
-    tl.store(entropy_at + image * tokens + token, tl.sum(entropy, 1) * by, mask=real)
+    return tl.sum(tl.where(known[None, :], softplus - z * tl.sigmoid(z), 0.0), 1)

@@ -29,10 +29,12 @@ def fused_restore(
     mode: str,
     chosen: Selection,
     stream: Stream,
-    added: Tensor | None,
+    added: Tensor | None = None,
+    moments: Tensor | None = None,
 ) -> Tensor:
     """Output of all cells [R, N, C], in the place of x [R, N, C], from the cache [R, n, C] of the first grid and the
-    stream [R, K, C] of the chosen ones. What each cell received goes to `added`, if that is given."""
+    stream [R, K, C] of the chosen ones. What each cell received goes to `added`, and the mean and variance of its
+    output, in the first rows, to `moments` [B, N, 2], if these are given."""
     rows, cells, channels = x.shape
     (h, w), (height, width) = grids
     y = (stream.sum if stream.chosen is not None else stream.x).contiguous()
@@ -49,6 +51,8 @@ def fused_restore(
         *given,
         slot,
         x if added is None else added,
+        x if moments is None else moments,
+        0 if moments is None else len(moments),
         cells,
         h,
         w,
@@ -61,6 +65,7 @@ def fused_restore(
         BLOCK=triton.next_power_of_2(channels),
         BILINEAR=mode == "bilinear",
         ADDED=added is not None,
+        MOMENTS=moments is not None,
         num_warps=4,
     )
     return x
@@ -76,7 +81,24 @@ def _slots(index_at, count_at, slot_at, slots, cells, BLOCK: tl.constexpr):
     tl.store(slot_at + row * cells + cell, slot, mask=real & (slot < slots))
 
 
-@triton.jit(do_not_specialize=["cells", "h", "w", "width", "slots"])
+@triton.jit
+def between(cell, h, w, width, by_row, by_column):
+    """The four cells of the old grid whose centres lie around a cell's, and how far it is from the first of them."""
+    r = tl.maximum((cell // width + 0.5) * by_row - 0.5, 0.0)
+    c = tl.maximum((cell % width + 0.5) * by_column - 0.5, 0.0)
+    r0, c0 = tl.minimum(r.to(tl.int32), h - 1), tl.minimum(c.to(tl.int32), w - 1)
+    r1, c1 = tl.minimum(r0 + 1, h - 1), tl.minimum(c0 + 1, w - 1)
+    return r0 * w + c0, r0 * w + c1, r1 * w + c0, r1 * w + c1, r - r0, c - c0
+
+
+@triton.jit
+def nearest(cell, h, w, width, by_row, by_column):
+    """The cell of the old grid that a cell lies in."""
+    r = tl.minimum((cell // width * by_row).to(tl.int32), h - 1)
+    return r * w + tl.minimum((cell % width * by_column).to(tl.int32), w - 1)
+
+
+@triton.jit(do_not_specialize=["images", "cells", "h", "w", "width", "slots"])
 def _restore(
     x_at,
     cached_at,
@@ -87,6 +109,8 @@ def _restore(
     gate_row,
     slot_at,
     added_at,
+    moments_at,
+    images,
     cells,
     h,
     w,
@@ -101,6 +125,7 @@ def _restore(
     BLOCK: tl.constexpr,
     BILINEAR: tl.constexpr,
     ADDED: tl.constexpr,
+    MOMENTS: tl.constexpr,
 ):
     row, cell = tl.program_id(1).to(tl.int64), tl.program_id(0)
     channel = tl.arange(0, BLOCK)
@@ -114,27 +139,27 @@ def _restore(
         if PARTS:
             by = tl.num_programs(1).to(tl.int64) * slots * CHANNELS
             y += gated(delta_at, bias_at, gate_at + row * gate_row, mine, by, channel, real, PARTS, BIAS, GATE)
-        tl.store(x_at + at, y, mask=real)
-        if ADDED:
-            tl.store(added_at + at, (y - x).to(added_at.dtype.element_ty), mask=real)
+        added = y - x
     else:
         base = cached_at + row * h * w * CHANNELS + channel
         if BILINEAR:
-            # Cells are squares: the centre of one lies between the centres of the old ones.
-            r = tl.maximum((cell // width + 0.5) * by_row - 0.5, 0.0)
-            c = tl.maximum((cell % width + 0.5) * by_column - 0.5, 0.0)
-            r0, c0 = tl.minimum(r.to(tl.int32), h - 1), tl.minimum(c.to(tl.int32), w - 1)
-            r1, c1 = tl.minimum(r0 + 1, h - 1), tl.minimum(c0 + 1, w - 1)
-            fr, fc = r - r0, c - c0
-            a = tl.load(base + (r0 * w + c0) * CHANNELS, mask=real, other=0.0).to(tl.float32)
-            b = tl.load(base + (r0 * w + c1) * CHANNELS, mask=real, other=0.0).to(tl.float32)
-            d = tl.load(base + (r1 * w + c0) * CHANNELS, mask=real, other=0.0).to(tl.float32)
-            e = tl.load(base + (r1 * w + c1) * CHANNELS, mask=real, other=0.0).to(tl.float32)
-            old = (1 - fr) * ((1 - fc) * a + fc * b) + fr * ((1 - fc) * d + fc * e)
+            nw, ne, sw, se, fr, fc = between(cell, h, w, width, by_row, by_column)
+            a = tl.load(base + nw * CHANNELS, mask=real, other=0.0).to(tl.float32)
+            b = tl.load(base + ne * CHANNELS, mask=real, other=0.0).to(tl.float32)
+            d = tl.load(base + sw * CHANNELS, mask=real, other=0.0).to(tl.float32)
+            e = tl.load(base + se * CHANNELS, mask=real, other=0.0).to(tl.float32)
+            added = (1 - fr) * ((1 - fc) * a + fc * b) + fr * ((1 - fc) * d + fc * e)
         else:
-            r = tl.minimum((cell // width * by_row).to(tl.int32), h - 1)
-            c = tl.minimum((cell % width * by_column).to(tl.int32), w - 1)
-            old = tl.load(base + (r * w + c) * CHANNELS, mask=real, other=0.0).to(tl.float32)
-        tl.store(x_at + at, x + old, mask=real)
-        if ADDED:
-            tl.store(added_at + at, old.to(added_at.dtype.element_ty), mask=real)
+            at_old = nearest(cell, h, w, width, by_row, by_column) * CHANNELS
+            added = tl.load(base + at_old, mask=real, other=0.0).to(tl.float32)
+        y = x + added
+    tl.store(x_at + at, y, mask=real)
+    if ADDED:
+        tl.store(added_at + at, added.to(added_at.dtype.element_ty), mask=real)
+    if MOMENTS:
+        if row < images:
+            mean = tl.sum(y, 0) / CHANNELS
+            apart = tl.where(real, y - mean, 0.0)
+            to = moments_at + (row * cells + cell) * 2
+            tl.store(to, mean)
+            tl.store(to + 1, tl.sum(apart * apart, 0) / CHANNELS)

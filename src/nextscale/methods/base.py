@@ -27,6 +27,7 @@ from nextscale.sampling import Sampling
 from nextscale.schedule import Scale, Schedule
 
 if TYPE_CHECKING:
+    from nextscale.kernels.lens import Lens
     from nextscale.models.stream import Stream
     from nextscale.run import Rows
 
@@ -77,12 +78,12 @@ class Stats:
     context: int = 0  # tokens that ran in front of the scale's own
     slots: tuple[int, ...] = ()  # room for the tokens of each layer; () = as many as it keeps
     token_entropy: Callable[[Tensor, str], Tensor] = token_entropy  # of logits; an executor may have a faster one
-    fast_lens: Callable[[Tensor, str], Tensor] | None = None  # the conditional prediction's entropy, if it can be had
+    fast_lens: Lens | None = None  # entropy of the conditional prediction without its logits, where it can be had
 
     def lens_entropy(self, x: Tensor, guided: bool, codes: Tensor | None, unit: str) -> Tensor:
         """Entropy [B, N] of the prediction that the model's own head would make of the states x [R, N, C]."""
         if self.fast_lens is not None and not guided and codes is None:
-            return self.fast_lens(x[: self.rows.images], unit)
+            return self.fast_lens.entropy(x, unit)
         return self.token_entropy(self.lens(x, guided, codes), unit)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nextscale.kernels.lens import Filled
 from nextscale.kernels.restore import fused_restore, restores
 from nextscale.methods.base import Context, Group, Policy, Stats
 from nextscale.methods.selection import Selection, gather, scatter
@@ -68,7 +69,11 @@ class CachedPolicy(Policy):
             return super().fill_stream(layer, group, x, chosen, stream, stats)
         records = self.records(stats.scale)
         new = cache.place(rows, grid, x, self.context.dtype) if records else None
-        filled = fused_restore(x, newest.maps, (newest.grid, grid), self.restore_mode, chosen, stream, new)
+        lens, grids, mode = stats.fast_lens, (newest.grid, grid), self.restore_mode
+        moments = None if lens is None else lens.moments(x, chosen)
+        filled = fused_restore(x, newest.maps, grids, mode, chosen, stream, new, moments)
+        if lens is not None and moments is not None:
+            lens.filled = Filled(filled, moments, chosen, newest.maps, grids, mode)
         if new is not None:
             cache.store(rows, grid, new)
         return filled

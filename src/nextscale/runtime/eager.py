@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from nextscale.attention import fresh_shapes
 from nextscale.draws import Draws
 from nextscale.entropy import token_entropy
 from nextscale.guidance import combine, combine_inside
-from nextscale.kernels.lens import fused_lens, looks
+from nextscale.kernels.lens import Lens, looks
 from nextscale.kv import LayerCache, Memory, WatchedCache, count_lengths
 from nextscale.methods.base import Policy, ScalePlan, Stats
 from nextscale.methods.selection import Selection
@@ -81,14 +81,12 @@ class Eager:
         """Logits of hidden states x [R, N, C]."""
         return backbone.head(state, x, codes)
 
-    def fast_lens(
-        self, backbone: Backbone, state: Any, images: int, x: Tensor
-    ) -> Callable[[Tensor, str], Tensor] | None:
+    def fast_lens(self, backbone: Backbone, state: Any, images: int, x: Tensor) -> Lens | None:
         """Entropy of the head's prediction without its logits, where there is a kernel for states like x."""
         if not looks(x) or not backbone.token_shape:
             return None
         head = functools.cache(lambda: backbone.bit_head(state, images))  # made once a scale, and only if somebody asks
-        return lambda hidden, unit: fused_lens(hidden, head(), unit)
+        return Lens(images, head)
 
     def open(self, work: Work, inputs: tuple[Tensor | None, ...], images: int, guided: bool) -> Run:
         """A call begins."""
@@ -189,6 +187,8 @@ class Eager:
             if isinstance(memory, WatchedCache):
                 stats.attention_entropy.append(memory.entropy[:, before:])
             self.layer_done(layer)
+        if stats.fast_lens is not None:
+            stats.fast_lens.forget()
         count_lengths(kv)
         return stream.sum[:, before:], stats
 
