@@ -6,7 +6,7 @@
     python benchmarks/gpu.py --from FILE... --plot PNG      # only draws what was measured before
 
 Guided, 40 text tokens, bfloat16, 13 scales, decode included, text encoder not counted. Warm-up calls come first: 2, or
-40 of a method in graphs, where a graph that is too large is replaced once it has wasted as much as that costs. Then the
+60 of a method in graphs, where a graph that is too large is replaced once it has wasted as much as that costs. Then the
 median and the 95th percentile of the wall time of a call, and of one more call the times of its scales by CUDA events.
 Memory is what torch holds of the device, caches emptied before: what graphs keep to themselves is in it. `cold` is the
 time from the start of this process to its first picture.
@@ -49,7 +49,7 @@ from nextscale.runtime.eager import Eager
 from nextscale.schedule import Scale
 
 TEXT = 40  # tokens of the prompt
-WARM_UP = 40  # calls of a method in graphs
+WARM_UP = 60  # calls of a method in graphs
 BANDWIDTH, ARITHMETIC = 4.3e12, 790e12  # bytes and bf16 operations per second that an H200 was seen to reach
 
 

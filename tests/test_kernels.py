@@ -10,7 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from nextscale.entropy import attention_entropy, token_entropy
+from nextscale.guidance import combine
 from nextscale.kernels.attention import attend, reference, runs_on
+from nextscale.kernels.bits import fused_draw, takes
+from nextscale.kernels.exact import linear_exact
 from nextscale.kernels.fp8 import FP8Linear, round_rows
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.keys import stores
@@ -19,6 +22,7 @@ from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.norm import group_norm, join
 from nextscale.kernels.restore import fused_restore
 from nextscale.kernels.rows import Parts, linear_for_sum
+from nextscale.kernels.thin import norm_and_conv, taps
 from nextscale.kv import LayerCache, taken
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.linkage import MOST, Linkage
@@ -27,6 +31,7 @@ from nextscale.methods.selection import Selection, keep_highest, scatter
 from nextscale.models.infinity import InfinityState
 from nextscale.models.layers import SelfAttention
 from nextscale.models.stream import Stream
+from nextscale.sampling import keep_top
 
 gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 on_both = pytest.mark.parametrize("device", ["cpu", gpu])
@@ -366,6 +371,56 @@ def test_group_norm(device: str, channels: int, side: int, silu: bool) -> None:
     assert off(joined, total) < 0.01
     found = group_norm(joined.clone(memory_format=torch.preserve_format), None, norm, silu, sums=sums)
     assert off(found, group_norm(joined, None, norm, silu)) < 0.01
+
+
+@on_both
+@torch.no_grad()
+@pytest.mark.parametrize(("channels", "side"), [(32, 5), (128, 33)])
+def test_norm_and_a_convolution_to_few_channels(device: str, channels: int, side: int) -> None:
+    torch.manual_seed(0)
+    norm, conv = nn.GroupNorm(32, channels, eps=1e-6), nn.Conv2d(channels, 3, 3, padding=1)
+    nn.init.normal_(norm.weight)
+    x = (torch.randn(2, channels, side, side + 2, device=device) * 3 + 1).to(dtype_of(device))
+    x = x.contiguous(memory_format=torch.channels_last)
+    exact = conv.to(device).double()(F.silu(norm.to(device).double()(x.double())))
+    norm, conv = norm.to(dtype_of(device)), conv.to(dtype_of(device))
+    found = norm_and_conv(x, norm, conv, taps(conv))
+    assert off(found, exact) < 0.01
+    assert found.shape == exact.shape
+    assert found.dtype == x.dtype
+
+
+@on_both
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 70, 9000])
+@pytest.mark.parametrize(("channels", "outputs"), [(192, 10), (1024, 64)])
+def test_an_exact_linear_layer(device: str, tokens: int, channels: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    x, layer = torch.randn(2, tokens, channels, device=device), nn.Linear(channels, outputs).to(device)
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    found = linear_exact(x, layer)
+    assert off(found, exact) < 2e-6
+    assert torch.equal(found[:1], linear_exact(x[:1], layer)) or device == "cpu"
+
+
+@on_both
+@pytest.mark.parametrize("top_p", [0.0, 0.97])
+def test_bits_are_drawn(device: str, top_p: float) -> None:
+    torch.manual_seed(0)
+    raw = torch.randn(4, 300, 5, 2, device=device) * 3
+    raw[0, 0, 0] = 0.0  # as likely as each other
+    logits = combine(raw, 2, None, 3.0, 1 / 0.7)
+    scaled = raw * (1 / 0.7)
+    assert torch.equal(logits, 3.0 * scaled[:2] + (1 - 3.0) * scaled[2:])
+    z = (logits[..., 1] - logits[..., 0]).double()
+    entropy = F.softplus(z) - z * z.sigmoid()
+    assert off(token_entropy(logits), entropy.sum(-1)) < 1e-5
+    assert off(token_entropy(logits, "bit"), entropy.mean(-1)) < 1e-5
+    noise = torch.empty_like(logits).exponential_()
+    expected = (keep_top(logits, 0, top_p).softmax(-1) / noise).argmax(-1)
+    assert takes(logits) == (device == "cuda")
+    if device == "cuda":
+        assert torch.equal(fused_draw(logits, noise, top_p), expected.int())
 
 
 @on_both

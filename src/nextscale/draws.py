@@ -56,12 +56,16 @@ class PerImageDraws:
             seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
             fill(noise[row], generator=self.generator.manual_seed(seed))
 
+    def race(self, like: Tensor, scale: int, images: Sequence[int]) -> Tensor:
+        """E of the shape of `like`: the largest p / E is a draw from p."""
+        return self._exponential(like, scale, images, "token")
+
     def _exponential(self, like: Tensor, scale: int, images: Sequence[int], stream: str) -> Tensor:
         return self.noise(like, scale, images, stream, Tensor.exponential_)
 
     def categorical(self, probs: Tensor, scale: int, images: Sequence[int]) -> Tensor:
-        # Exponential race: argmax(p / E) is a draw from p, and every cell owns its numbers.
-        return (probs / self._exponential(probs, scale, images, "token")).argmax(dim=-1)
+        # An exponential race, in which every cell owns its numbers.
+        return (probs / self.race(probs, scale, images)).argmax(dim=-1)
 
     def gumbel(self, like: Tensor, scale: int, images: Sequence[int]) -> Tensor:
         return -self._exponential(like, scale, images, "gumbel").log()

@@ -6,12 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nextscale.kernels.bits import fused_entropy, takes
+
 
 def token_entropy(logits: Tensor, unit: str = "token") -> Tensor:
     """Entropy of every token: [B, N, V] or, for bits, [B, N, d, 2] -> [B, N].
 
     A token of bits has the sum of its bits' entropies ("token") or their mean ("bit").
     """
+    if takes(logits):
+        return fused_entropy(logits, unit)
     if logits.ndim == 4 and logits.shape[-1] == 2:
         # Two outcomes need one number: H = softplus(z) - z sigmoid(z), z the difference of the logits.
         z = (logits[..., 1] - logits[..., 0]).float()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
+from nextscale.kernels.bits import fused_combine, takes
 
 
 def per_scale(value: float | Sequence[float], scales: int, what: str) -> tuple[float, ...]:
@@ -31,11 +32,14 @@ def ramp(value: float | Sequence[float], scales: int) -> tuple[float, ...]:
     return tuple(1 + e for e in extra)
 
 
-def combine(rows: Tensor, images: int, guided: Tensor | None, weight: float) -> Tensor:
-    """Rows [conditional of every image, unconditional of the guided ones] -> one per image.
+def combine(rows: Tensor, images: int, guided: Tensor | None, weight: float, by: float = 1.0) -> Tensor:
+    """Rows [conditional of every image, unconditional of the guided ones], multiplied with `by` -> one per image.
 
     `guided` holds the places of the guided images among the conditional rows; None = all or nothing.
     """
+    if takes(rows) and weight != 1 and guided is None and len(rows) == 2 * images:
+        return fused_combine(rows, images, weight, by)
+    rows = rows if by == 1 else rows.mul(by)
     conditional, unconditional = rows[:images], rows[images:]
     if weight == 1 or not len(unconditional):
         return conditional

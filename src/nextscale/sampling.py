@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nextscale.draws import Draws
+from nextscale.draws import Draws, PerImageDraws
 from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
+from nextscale.kernels.bits import fused_draw, takes
 from nextscale.schedule import Scale, Schedule
 
 if TYPE_CHECKING:
@@ -107,10 +108,13 @@ def sample(
     forced: Tensor | None = None,
 ) -> Drawn:
     """Choose a token for every cell. `forced` replaces the choice, but the random numbers are still drawn."""
+    top_k = sampling.top_k[scale.index]
     if sampling.greedy:
         tokens = logits.argmax(dim=-1)
+    elif takes(logits) and top_k != 1 and isinstance(draws, PerImageDraws):
+        tokens = fused_draw(logits, draws.race(logits, scale.index, images), sampling.top_p)
     else:
-        logits = keep_top(logits, sampling.top_k[scale.index], sampling.top_p)
+        logits = keep_top(logits, top_k, sampling.top_p)
         tokens = draws.categorical(logits.softmax(dim=-1), scale.index, images)
     if forced is None and sampling.smooth:
         # Temperature falls with the scale, as in MaskGIT; the constants are the official ones.

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 TILE = 4096  # numbers that a program holds at once
-PARTS = 512  # programs that share the pixels of a picture
+PARTS = 264  # programs that share the pixels of a picture: two for every processor of a large GPU
+AHEAD = 5  # tiles that are on their way while one is summed
 
 
 def fused_norm(
@@ -16,7 +17,18 @@ def fused_norm(
 ) -> Tensor:
     """`sums` of x, if they are known."""
     batch, channels, height, width = x.shape
-    pixels, groups, rows = height * width, norm.num_groups, TILE // channels
+    pixels, rows = height * width, TILE // channels
+    affine = factors(x, offset, norm, sums)
+    out = x if inplace else torch.empty_like(x)
+    grid = (triton.cdiv(pixels, rows), batch)
+    _apply[grid](x, affine, out, pixels, CHANNELS=channels, ROWS=rows, SILU=silu, num_warps=8)
+    return out
+
+
+def factors(x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, sums: Tensor | None) -> Tensor:
+    """What the norm comes to: a factor and a term for every channel, [B, 2, C]."""
+    batch, channels, height, width = x.shape
+    groups = norm.num_groups
     if sums is None:
         sums = _summed(x, None, offset, groups)
     parts = sums.shape[1]
@@ -24,14 +36,11 @@ def fused_norm(
     added = x if offset is None else offset
     sizes = {"CHANNELS": channels, "GROUPS": groups, "HAS_OFFSET": offset is not None}
     block = triton.next_power_of_2(parts)
-    count = float(pixels * (channels // groups))
+    count = float(height * width * (channels // groups))
     _affine[(groups, batch)](
         sums, added, norm.weight, norm.bias, affine, parts, count, norm.eps, PARTS=block, **sizes, num_warps=4
     )
-    out = x if inplace else torch.empty_like(x)
-    grid = (triton.cdiv(pixels, rows), batch)
-    _apply[grid](x, affine, out, pixels, CHANNELS=channels, ROWS=rows, SILU=silu, num_warps=8)
-    return out
+    return affine
 
 
 def fused_join(x: Tensor, h: Tensor, offset: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -59,6 +68,7 @@ def _summed(x: Tensor, h: Tensor | None, offset: Tensor | None, groups: int) -> 
         HAS_OFFSET=offset is not None,
         JOIN=h is not None,
         ROWS=rows,
+        AHEAD=AHEAD,
         num_warps=4,
     )
     return sums
@@ -78,6 +88,7 @@ def _sums(
     HAS_OFFSET: tl.constexpr,
     JOIN: tl.constexpr,
     ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Of x + offset; or of x + h + offset, which is also put into the place of h."""
     picture = tl.program_id(1).to(tl.int64)
@@ -88,7 +99,7 @@ def _sums(
     offset = tl.zeros((1, CHANNELS), tl.float32)
     if HAS_OFFSET:
         offset = tl.load(offset_at + channel).to(tl.float32)
-    for start in tl.range(first, tl.minimum(first + each, pixels), ROWS):
+    for start in tl.range(first, tl.minimum(first + each, pixels), ROWS, num_stages=AHEAD):
         pixel = start + tl.arange(0, ROWS)[:, None]
         real = pixel < pixels
         at = (picture * pixels + pixel) * CHANNELS + channel

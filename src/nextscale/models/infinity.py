@@ -17,7 +17,7 @@ from nextscale.devices import sent
 from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kernels.attention import attend, runs_on
-from nextscale.kernels.modulate import Norm
+from nextscale.kernels.modulate import Norm, add_to
 from nextscale.kernels.rows import linear_for_sum
 from nextscale.models.base import per_row, shared
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
@@ -250,11 +250,10 @@ class Infinity(ModulatedBackbone):
         )
 
     def embed(self, state: InfinityState, inputs: Tensor | None, scale: Scale) -> Tensor:
+        level = self.level_embed.weight[scale.index]
         if inputs is None:
-            x = state.condition.unsqueeze(1) + self.start_position
-        else:
-            x = self.word_embed(inputs.to(self.dtype)).float()
-        return x + self.level_embed.weight[scale.index]
+            return state.condition.unsqueeze(1) + self.start_position + level
+        return add_to(level.expand(*inputs.shape[:2], -1), self.word_embed(inputs.to(self.dtype)), None)
 
     def positions(self, state: InfinityState, scale: Scale) -> Tensor:
         return state.rotary[:, scale.start : scale.start + scale.tokens]

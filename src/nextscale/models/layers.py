@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nextscale.kernels.exact import linear_exact
 from nextscale.kernels.fp8 import FP8Linear
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.rows import Parts, linear_for_sum
@@ -19,7 +20,7 @@ MAX_LOG_SCALE = math.log(100)
 def head_logits(head: nn.Linear, h: Tensor, codes: Tensor | None) -> Tensor:
     """Logits [R, N, V] of the normed states h, or [R, N, n] of the `codes` [R, n] alone."""
     if codes is None:
-        return head(h)
+        return linear_exact(h, head)
     weight, bias = head.weight[codes], head.bias[codes]  # [R, n, C], [R, n]
     return torch.baddbmm(bias[:, None], h, weight.transpose(1, 2))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale.guidance import ramp
+from nextscale.kernels.modulate import add_to
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
 from nextscale.schedule import Scale, Schedule, Size, only_square
@@ -89,7 +90,7 @@ class VAR(ModulatedBackbone):
         position = self.level_embed.weight[scale.index] + self.position[:, scale.start : scale.start + scale.tokens]
         if inputs is None:
             return state.condition.unsqueeze(1) + self.start_position + position
-        return self.word_embed(inputs.to(self.dtype)).float() + position
+        return add_to(position.expand(len(inputs), -1, -1), self.word_embed(inputs.to(self.dtype)), None)
 
     def positions(self, state: ModulatedState, scale: Scale) -> None:
         return None  # learned positions are part of the embedding

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.kernels.norm import group_norm, join
+from nextscale.kernels.thin import norm_and_conv, taps
 from nextscale.packing import pack
 from nextscale.tokenizers.autoencoder import Decoder, Level, ResidualBlock
 from nextscale.tokenizers.base import ImageTokenizer
@@ -34,6 +35,7 @@ class GPUDecoder:
     @torch.no_grad()
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+        self.taps = taps(decoder.conv_out)
         decoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         pack([decoder])
         levels: Any = reversed(decoder.up)
@@ -71,7 +73,7 @@ class GPUDecoder:
             if level.upsample is not None:
                 x, sums = F.conv_transpose2d(x, self.enlarging[level], stride=2, padding=1), None
                 late = level.upsample.conv.bias
-        return F.pixel_shuffle(d.conv_out(group_norm(x, None, d.norm_out, inplace=True, sums=sums)), d.fold)
+        return F.pixel_shuffle(norm_and_conv(x, d.norm_out, d.conv_out, self.taps, sums), d.fold)
 
     def block(
         self, block: ResidualBlock, x: Tensor, late: Tensor | None, sums: Tensor | None

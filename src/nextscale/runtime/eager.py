@@ -123,7 +123,7 @@ class Eager:
         x, cell_weight = policy.complete(x, stats)
         raw = self.head(backbone, state, x)
         on_logits = weight if 0 in sampling.guidance_layers else 1.0
-        logits = combine(raw.mul(1 / sampling.temperature[scale.index]), rows.images, rows.guided, on_logits)
+        logits = combine(raw, rows.images, rows.guided, on_logits, 1 / sampling.temperature[scale.index])
         self.require_finite(raw, logits, scale, backbone)
         policy.end_scale(x, raw, logits, stats)
         report = policy.report(stats)

@@ -224,7 +224,7 @@ class Graphs(Eager):
         if self.capturing is None:
             super().require_finite(raw, logits, scale, backbone)
         else:
-            self.capturing.largest = torch.stack([t.abs().amax() for t in (logits, raw)])
+            self.capturing.largest = torch.stack(torch._foreach_norm([logits, raw], math.inf))
 
     def told(self, report: dict[str, Tensor]) -> None:
         if self.capturing is not None:

@@ -53,8 +53,8 @@ class BSQTokenizer(ImageTokenizer):
 
     def codes(self, tokens: Tensor) -> Tensor:
         # Scaled so that a latent cell's code has length 1, also when a token holds several cells.
-        sign = tokens.float().mul(2).sub(1)
-        return sign / self.config.code_dim**0.5
+        unit = 1 / self.config.code_dim**0.5
+        return tokens * (2 * unit) - unit
 
     def mixture(self, probs: Tensor) -> Tensor:
         raise NextscaleError("smoothed sampling mixes the codes of a codebook, and this model predicts bits")

@@ -1,0 +1,83 @@
+"""A program takes some bits, or a token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 512
+
+
+def fused_combine(rows: Tensor, images: int, weight: float, by: float) -> Tensor:
+    """weight * conditional + (1 - weight) * unconditional rows, each multiplied with `by` before, [B, N, d, 2]."""
+    rows = rows.contiguous()
+    out = torch.empty_like(rows[:images])
+    count = out.numel()
+    # Products and sums are rounded one by one, as torch does.
+    _combine[(triton.cdiv(count, BLOCK),)](
+        rows, out, count, weight, 1 - weight, by, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+    )
+    return out
+
+
+def fused_draw(logits: Tensor, noise: Tensor, top_p: float) -> Tensor:
+    """A bit of every pair of logits [B, N, d, 2], from exponential noise of the same shape; whole numbers [B, N, d]."""
+    logits, noise = logits.contiguous(), noise.contiguous()
+    bits = torch.empty(logits.shape[:-1], dtype=torch.int32, device=logits.device)
+    count = bits.numel()
+    _draw[(triton.cdiv(count, BLOCK),)](logits, noise, bits, count, 1 - top_p, TOP=top_p > 0, BLOCK=BLOCK, num_warps=4)
+    return bits
+
+
+def fused_entropy(logits: Tensor, unit: str) -> Tensor:
+    """[B, N] of logits [B, N, d, 2]."""
+    logits = logits.contiguous()
+    entropy = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
+    bits = logits.shape[2]
+    by = 1 / bits if unit == "bit" else 1.0
+    _entropy[(entropy.numel(),)](logits, entropy, bits, by, BLOCK=triton.next_power_of_2(bits), num_warps=1)
+    return entropy
+
+
+@triton.jit(do_not_specialize=["count", "weight", "rest", "by"])
+def _combine(rows_at, out_at, count, weight, rest, by, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = place < count
+    conditional = tl.load(rows_at + place, mask=real, other=0.0) * by
+    unconditional = tl.load(rows_at + count.to(tl.int64) + place, mask=real, other=0.0) * by
+    tl.store(out_at + place, weight * conditional + rest * unconditional, mask=real)
+
+
+@triton.jit(do_not_specialize=["count", "outside"])
+def _draw(logits_at, noise_at, bits_at, count, outside, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = place < count
+    zero = tl.load(logits_at + 2 * place, mask=real, other=0.0)
+    one = tl.load(logits_at + 2 * place + 1, mask=real, other=0.0)
+    highest = tl.maximum(zero, one)
+    zero, one = tl.exp(zero - highest), tl.exp(one - highest)
+    total = zero + one
+    zero, one = zero / total, one / total
+    if TOP:  # only the less likely value can be outside
+        zero, one = (
+            tl.where((zero <= outside) & (zero < one), 0.0, zero),
+            tl.where((one <= outside) & (one < zero), 0.0, one),
+        )
+    # Exponential race: the larger p / E is a draw from p.
+    zero = zero / tl.load(noise_at + 2 * place, mask=real, other=1.0)
+    one = one / tl.load(noise_at + 2 * place + 1, mask=real, other=1.0)
+    tl.store(bits_at + place, (one > zero).to(tl.int32), mask=real)
+
+
+@triton.jit
+def _entropy(logits_at, entropy_at, bits, by, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    bit = tl.arange(0, BLOCK)
+    at = logits_at + (token * bits + bit) * 2
+    real = bit < bits
+    z = tl.load(at + 1, mask=real, other=0.0) - tl.load(at, mask=real, other=0.0)
+    softplus = tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z)))
+    entropy = tl.where(real, softplus - z * tl.sigmoid(z), 0.0)
+    tl.store(entropy_at + token, tl.sum(entropy, 0) * by)
