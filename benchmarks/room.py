@@ -65,7 +65,7 @@ class GuessingPolicy(NOVAPolicy):
         plan = super().begin_scale(scale)
         if plan.slots:
             shelf = self.method.shelves.setdefault(scale.index + 1, Shelf())
-            self.guessed[scale.index + 1] = shelf.slots(plan.slots, scale.tokens)
+            self.guessed[scale.index + 1] = shelf.slots(plan.slots, (scale.tokens,) * len(plan.slots))
         return plan
 
 

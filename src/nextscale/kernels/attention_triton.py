@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
 PROCESSORS = 132  # of a large GPU
 FEW, SOME = 128, 400  # keys that are worth a program while processors are idle, and while each has but one
 MOST = 4  # programs that share the keys
@@ -36,13 +35,13 @@ def fused(
     out = torch.empty(rows, queries, heads, width, dtype=q.dtype, device=q.device)  # as the projection behind reads it
     spread = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device) if entropy else None
     tuned = tuned or blocks(queries, k.shape[2])
-    programs = (triton.cdiv(queries, tuned["BLOCK_Q"]), rows * heads)
-    shares = tuned.pop("SHARES", None) or shares_of_keys(math.prod(programs), k.shape[2])
+    groups = triton.cdiv(queries, tuned["BLOCK_Q"])
+    shares = tuned.pop("SHARES", None) or shares_of_keys(groups * rows * heads, k.shape[2])
     seen, numbers = out, out
     if shares > 1:
         seen = torch.empty(shares, rows * heads, queries, width, dtype=torch.float32, device=q.device)
         numbers = torch.empty(shares, rows * heads, queries, 4, dtype=torch.float32, device=q.device)
-    _attention[(*programs, shares)](
+    _attention[(groups, rows * heads, shares)](
         q,
         k,
         v,

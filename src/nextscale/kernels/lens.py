@@ -3,8 +3,8 @@
 With the norm written out, the difference of a bit's two logits is z = (x . A - mean(x) a) / deviation(x) + c, where
 A, a and c hold the head's weights and the condition's scale and shift. So one pass over x is enough.
 
-And less than one is, where a layer left most tokens out: what these received is an enlarged map of the scale before, and
-the products of an enlarged map are the enlarged products of the map.
+And less than one is, where a layer left most tokens out: what these received is an enlarged map of the scale before,
+and the products of an enlarged map are the enlarged products of the map.
 """
 
 from __future__ import annotations

@@ -157,9 +157,8 @@ def _restore(
     if ADDED:
         tl.store(added_at + at, added.to(added_at.dtype.element_ty), mask=real)
     if MOMENTS:
-        if row < images:
-            mean = tl.sum(y, 0) / CHANNELS
-            apart = tl.where(real, y - mean, 0.0)
-            to = moments_at + (row * cells + cell) * 2
-            tl.store(to, mean)
-            tl.store(to + 1, tl.sum(apart * apart, 0) / CHANNELS)
+        mean = tl.sum(y, 0) / CHANNELS
+        apart = tl.where(real, y - mean, 0.0)
+        to = moments_at + (row * cells + cell) * 2
+        tl.store(to, mean, mask=row < images)
+        tl.store(to + 1, tl.sum(apart * apart, 0) / CHANNELS, mask=row < images)

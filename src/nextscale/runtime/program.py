@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from nextscale.methods.residual import Places, TokenCaches
 from nextscale.packing import Like, divide, ends
 from nextscale.run import Run
 from nextscale.runtime.eager import Work
-
-if TYPE_CHECKING:
-    from nextscale.runtime.shelf import Shelf
+from nextscale.runtime.shelf import STEP, Shelf, Slots
 
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
 SPARE = 1.15  # times what the first call needed of it: what is kept for the others
@@ -140,6 +138,11 @@ class Program:
             wait_for(self.features.device)  # a graph may still be at work
             self.shelves.clear()
         return grown
+
+    def most(self, need: Slots, kv: Sequence[LayerCache], tokens: int) -> Slots:
+        """Slots that layers may have: room to spare is not worth a larger cache."""
+        left = (cache.k.shape[2] - used for cache, used in zip(kv, self.used, strict=True))
+        return tuple(min(max(n, some // STEP * STEP), tokens) for n, some in zip(need, left, strict=False))
 
     def needed(self) -> list[int]:
         """Room that a call like the last one needs in the cache of each layer."""

@@ -26,21 +26,21 @@ class Shelf:
         self.graphs: dict[Slots, Captured] = {}
         self.wasted: dict[Slots, float] = {}  # by graphs that were taken for want of smaller ones
 
-    def slots(self, need: Slots, tokens: int) -> Slots:
-        """Of the graph that has to be taken. If there is none yet, it has to be captured."""
-        fitting = [slots for slots in self.wasted if all(map(operator.le, need, slots))]
+    def slots(self, need: Slots, most: Slots) -> Slots:
+        """Of the graph that has to be taken, with `most` of them or less. If there is none, it has to be captured."""
+        fitting = [s for s in self.wasted if all(map(operator.le, need, s)) and all(map(operator.le, s, most))]
         if not fitting:
-            return self._new(tuple(math.ceil(SPARE * n) for n in need), tokens)
+            return self._new(tuple(math.ceil(SPARE * n) for n in need), most)
         slots = min(fitting, key=sum)
         right = sum(need) + STEP / 2 * len(need)
         self.wasted[slots] += max(sum(slots) / max(right, 1) - 1, 0)
         if self.wasted[slots] <= COST:
             return slots
         self.wasted[slots] = 0
-        return self._new(need, tokens)
+        return self._new(need, most)
 
-    def _new(self, need: Slots, tokens: int) -> Slots:
-        slots = tuple(min(round_up(n), tokens) for n in need)
+    def _new(self, need: Slots, most: Slots) -> Slots:
+        slots = tuple(map(min, map(round_up, need), most))
         self.wasted[slots] = 0
         return slots
 
