@@ -9,6 +9,7 @@ from torch import Tensor
 
 TOKENS = 64  # that a program holds at once
 PROGRAMS = 264  # that run at once on a large GPU
+MOST = 8  # parts
 NUMBERS = 1024  # of a program that adds up parts
 
 
@@ -20,7 +21,8 @@ def fused_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     step = 64 if block <= 64 else 32  # channels that a program holds at once
     y = torch.empty(rows, tokens, outputs, dtype=torch.float32, device=x.device)
     parts = 1  # not by the number of rows: a batch must give exactly what its images give
-    while 2 * parts * triton.cdiv(2 * tokens, TOKENS) <= PROGRAMS and channels % (2 * parts * step) == 0:
+    groups = triton.cdiv(2 * tokens, TOKENS)
+    while parts < MOST and 2 * parts * groups <= PROGRAMS and channels % (2 * parts * step) == 0:
         parts *= 2
     sums = y if parts == 1 else torch.empty(parts, count, outputs, dtype=torch.float32, device=x.device)
     _linear[(triton.cdiv(count, TOKENS), parts)](
@@ -33,16 +35,13 @@ def fused_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         channels // parts,
         OUTPUTS=outputs,
         BLOCK=block,
-        PARTS=parts,
         TOKENS=TOKENS,
         STEP=step,
         num_warps=4,
         num_stages=3,
     )
     if parts > 1:
-        _add_up[(triton.cdiv(y.numel(), NUMBERS),)](
-            sums, bias, y, y.numel(), OUTPUTS=outputs, PARTS=parts, NUMBERS=NUMBERS, num_warps=4
-        )
+        _add_up[(triton.cdiv(y.numel(), NUMBERS),)](sums, y, y.numel(), PARTS=parts, NUMBERS=NUMBERS, num_warps=4)
     return y
 
 
@@ -57,7 +56,6 @@ def _linear(
     each,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -75,17 +73,17 @@ def _linear(
         total = tl.dot(x, weight, total, input_precision="tf32x3")
         x_place += STEP
         weight_place += STEP
-    if PARTS == 1:
+    if tl.program_id(1) == 0:  # one of the parts has the bias
         total += tl.load(bias_at + output, mask=known, other=0.0)[None, :]
     to = sums_at + (tl.program_id(1) * count.to(tl.int64) + token[:, None]) * OUTPUTS + output[None, :]
     tl.store(to, total, mask=real & known[None, :])
 
 
 @triton.jit(do_not_specialize=["count"])
-def _add_up(sums_at, bias_at, y_at, count, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, NUMBERS: tl.constexpr):
+def _add_up(sums_at, y_at, count, PARTS: tl.constexpr, NUMBERS: tl.constexpr):
     place = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
     real = place < count
-    total = tl.load(bias_at + place % OUTPUTS)
+    total = tl.zeros((NUMBERS,), tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(sums_at + part * count.to(tl.int64) + place, mask=real, other=0.0)
     tl.store(y_at + place, total, mask=real)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TOKENS, STEP = 64, 64  # tokens and channels that a program holds at once
 PROGRAMS = 300  # that run at once on a large GPU
+MOST = 8  # parts
 FEW = 8  # tokens of a program that puts the parts together
 
 
@@ -116,7 +117,8 @@ def _sizes(head: BitHead) -> tuple[dict[str, int], int]:
 def _parts(tokens: int, channels: int) -> int:
     """Not by the number of images: a batch must give exactly what its images give."""
     parts = 1
-    while 2 * parts * triton.cdiv(tokens, TOKENS) <= PROGRAMS and channels % (2 * parts * STEP) == 0:
+    groups = triton.cdiv(tokens, TOKENS)
+    while parts < MOST and 2 * parts * groups <= PROGRAMS and channels % (2 * parts * STEP) == 0:
         parts *= 2
     return parts
 

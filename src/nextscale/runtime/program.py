@@ -21,7 +21,7 @@ from nextscale.runtime.shelf import STEP, Shelf, Slots
 
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
 SPARE = 1.15  # times what the first call needed of it: what is kept for the others
-STREAMS = 4  # residual streams of the last scale that graphs hold at once, about
+STREAMS = 3  # residual streams of the last scale that graphs hold at once, about
 
 Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
 
