@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.modulate_triton import gated, pending
+from nextscale.kernels.modulate_triton import by_fours, gated, pending, total
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Selection
@@ -128,8 +128,7 @@ def _restore(
     MOMENTS: tl.constexpr,
 ):
     row, cell = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    # By fours: then a thread takes the same channels of maps in float32 and in bfloat16, and nothing changes hands.
-    channel = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    channel = by_fours(BLOCK)
     real = channel < CHANNELS
     slot = tl.load(slot_at + row * cells + cell)
     at = (row * cells + cell) * CHANNELS + channel
@@ -158,8 +157,8 @@ def _restore(
     if ADDED:
         tl.store(added_at + at, added.to(added_at.dtype.element_ty), mask=real)
     if MOMENTS:
-        mean = tl.sum(tl.sum(y, 1), 0) / CHANNELS
+        mean = total(y) / CHANNELS
         apart = tl.where(real, y - mean, 0.0)
         to = moments_at + (row * cells + cell) * 2
         tl.store(to, mean, mask=row < images)
-        tl.store(to + 1, tl.sum(tl.sum(apart * apart, 1), 0) / CHANNELS, mask=row < images)
+        tl.store(to + 1, total(apart * apart) / CHANNELS, mask=row < images)
