@@ -4,13 +4,15 @@
 
 With CUDA graphs every layer of a reduced scale has room for a number of tokens that is guessed before. A layer that
 wants more makes the scale run twice; room that is not used is computed for nothing. A scale is captured once more if no
-graph has enough room and not much more. Here NOVA runs eagerly, one picture after the other, and each guess is compared
-with what was kept: no GPU is needed.
+graph has enough room and not much more; or if the KV cache, which is as large as the first picture asked for and some
+more, has to grow. Here NOVA runs eagerly, one picture after the other, and each guess is compared with what was kept: no
+GPU is needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ from nextscale.methods.base import Context, Policy, ScalePlan
 from nextscale.methods.linkage import KEPT
 from nextscale.methods.nova import NOVAPolicy
 from nextscale.pipeline import Pipeline
+from nextscale.runtime.program import SPARE
 from nextscale.runtime.shelf import Shelf
 from nextscale.schedule import Scale
 
@@ -41,12 +44,39 @@ THINGS = (
 PLACES = ("", " on the sea", " under a tree", " under the moon")
 
 
+@dataclass
+class Captures:
+    """What graphs would keep from call to call."""
+
+    shelves: dict[int, Shelf] = field(default_factory=dict)
+    rooms: list[int] = field(default_factory=list)  # in the KV cache of every layer; none before the first call is over
+    count: int = 0
+
+    def slots(self, scale: Scale, need: tuple[int, ...], used: list[int]) -> tuple[int, ...]:
+        left = [room - some for room, some in zip(self.rooms, used, strict=True)] if self.rooms else list(need)
+        if any(n > some for n, some in zip(need, left, strict=True)):
+            self.rooms = [r + max(n - s, r // 8, 0) for r, n, s in zip(self.rooms, need, left, strict=True)]
+            self.shelves.clear()
+            return self.slots(scale, need, used)
+        shelf = self.shelves.setdefault(scale.index + 1, Shelf())
+        before = len(shelf.wasted)
+        slots = shelf.slots(need, left, scale.tokens)
+        self.count += len(shelf.wasted) - before
+        return slots
+
+    def called(self, used: list[int]) -> None:
+        """A call is over that used so many entries."""
+        if not self.rooms:
+            self.rooms = [-(-math.ceil(n * SPARE) // 64) * 64 for n in used]
+            self.shelves.clear()
+
+
 @dataclass(frozen=True)
 class Guessing(NOVA):
     """NOVA that learns from call to call, as it does in graphs."""
 
     experience: dict[str, Any] = field(default_factory=dict, compare=False)
-    shelves: dict[int, Shelf] = field(default_factory=dict, compare=False)
+    captures: Captures = field(default_factory=Captures, compare=False)
 
     def start(self, context: Context) -> Policy:
         policy = GuessingPolicy(context, self)
@@ -61,11 +91,21 @@ class GuessingPolicy(NOVAPolicy):
         super().__init__(context, method)
         self.guessed: dict[int, tuple[int, ...]] = {}
 
+    def wanted(self, t: int) -> list[int]:
+        """Tokens that every layer of a scale kept."""
+        if t in self.noted:
+            return [int(n) for n in self.noted[t][1]["layers"][:, KEPT, 0].tolist()]
+        return [list(self.context.schedule)[t - 1].tokens] * self.context.depth
+
+    def used(self, scales: int) -> list[int]:
+        """Entries in the cache of every layer."""
+        return [sum(each) for each in zip(*map(self.wanted, range(1, scales + 1)), strict=True)]
+
     def begin_scale(self, scale: Scale) -> ScalePlan:
         plan = super().begin_scale(scale)
         if plan.slots:
-            shelf = self.method.shelves.setdefault(scale.index + 1, Shelf())
-            self.guessed[scale.index + 1] = shelf.slots(plan.slots, (scale.tokens,) * len(plan.slots))
+            slots = self.method.captures.slots(scale, plan.slots, self.used(scale.index))
+            self.guessed[scale.index + 1] = slots
         return plan
 
 
@@ -82,17 +122,18 @@ def main() -> None:
     print(f"{'pictures':>9} {'reduced scales':>15} {'run again':>10} {'captured':>9} {'slots / kept':>13}")
     for first in range(0, options.pictures, 4):
         scales = again = slots = kept = 0
-        before = sum(len(shelf.wasted) for shelf in method.shelves.values())
+        before = method.captures.count
         for n in range(first, min(first + 4, options.pictures)):
             prompt = f"a {THINGS[n % len(THINGS)]}{PLACES[n // 5 % len(PLACES)]}"
             policy = pipe(prompt, seed=n, method=method, pixel_budget=options.size, output_type="latent").trace.policy
+            method.captures.called(policy.used(len(policy.context.schedule)))
             for t, room in policy.guessed.items():
-                wanted = policy.noted[t][1]["layers"][:, KEPT, 0].tolist()
+                wanted = policy.wanted(t)
                 scales += 1
                 again += any(w > r for w, r in zip(wanted, room, strict=True))
                 slots, kept = slots + sum(room), kept + sum(wanted)
         last = min(first + 4, options.pictures)
-        captured = sum(len(shelf.wasted) for shelf in method.shelves.values()) - before
+        captured = method.captures.count - before
         line = f"{first + 1:>4}-{last:<4} {scales:>15} {again:>10} {captured:>9} {slots / max(kept, 1):>13.2f}"
         print(line, flush=True)
 

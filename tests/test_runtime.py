@@ -340,20 +340,20 @@ def test_slots_are_rounded_up_a_little() -> None:
         assert n <= round_up(n) <= max(n * 1.125 + 1, n + 15)
     every = 4096, 4096
     shelf = Shelf()
-    assert shelf.slots((100, 600), every) == (120 + 8, 720 + 48), "some room to spare, rounded up"
-    assert shelf.slots((112, 650), every) == (128, 768), "a graph that is there"
-    assert shelf.slots((150, 600), (620, 620)) == (192, 620), "too little room in one layer, and never more than all"
-    assert shelf.slots((100, 600), every) == (192, 620), "the smaller one"
-    large = shelf.slots((200, 1000), every)
-    asked = [shelf.slots((60, 800), every) for _ in range(100)]
+    assert shelf.slots((100, 600), every, 4096) == (120 + 8, 720 + 48), "some room to spare, rounded up"
+    assert shelf.slots((112, 650), every, 4096) == (128, 768), "a graph that is there"
+    assert shelf.slots((150, 600), every, 620) == (192, 620), "too little room in one layer, and never more than all"
+    assert shelf.slots((100, 600), every, 4096) == (192, 620), "the smaller one"
+    large = shelf.slots((200, 1000), every, 4096)
+    asked = [shelf.slots((60, 800), every, 4096) for _ in range(100)]
     assert asked[0] == large, "it has enough room, and capturing costs more than one scale"
     assert asked[-1] == (64, 832), "but not more than many"
     used = asked.count(large)
     assert COST < used * (sum(large) / (860 + 16) - 1) + 1 < COST + 2, "as much was wasted as a capture costs"
-    assert shelf.slots((150, 800), every) == large
-    assert shelf.slots((900, 100), (910, 100)) == (910, 100), "not more than there is"
-    assert shelf.slots((100, 100), (112, 112)) == (112, 112), "no graph for which there is no room"
-    assert Shelf().slots((), ()) == ()
+    assert shelf.slots((150, 800), every, 4096) == large
+    assert shelf.slots((900, 100), (910, 100), 4096) == (900, 100), "not more than there is"
+    assert shelf.slots((100, 100), (115, 115), 4096) == (112, 112), "no graph for which there is no room"
+    assert Shelf().slots((), (), 64) == ()
 
 
 @pytest.mark.parametrize("like", [None, NOVA(t_est=2, alpha=10, uncomputed="nothing")])

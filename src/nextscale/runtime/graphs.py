@@ -134,7 +134,7 @@ class Graphs(Eager):
         key = (scale.index, task.rows, plan.variant, plan.needs, tuple(used), work.watched)
         while True:
             shelf = program.shelves.setdefault(key, Shelf())
-            self.slots = shelf.slots(need, program.most(need, kv, scale.tokens))
+            self.slots = shelf.slots(need, program.left, scale.tokens)
             room = self.slots or room_for_all(work, scale)
             if not program.make_room(room, kv):
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from nextscale.methods.residual import Places, TokenCaches
 from nextscale.packing import Like, divide, ends
 from nextscale.run import Run
 from nextscale.runtime.eager import Work
-from nextscale.runtime.shelf import STEP, Shelf, Slots
+from nextscale.runtime.shelf import Shelf
 
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
 SPARE = 1.15  # times what the first call needed of it: what is kept for the others
@@ -73,7 +74,8 @@ class Program:
         self.inputs: Inputs = tuple(None if t is None else t.clone() for t in inputs)
         self.features = run.features
         self.kv = [(cache.k, cache.v) for cache in run.kv]
-        self.used = [0] * len(self.kv)  # entries of each layer at most, in the call at work
+        self.rooms = [cache.k.shape[2] for cache in run.kv]  # entries that the cache of each layer has room for
+        self.used = [0] * len(self.kv)  # of them that are used at most, in the call at work
         rows = len(run.kv[0].k)
         self.lengths = torch.zeros(len(self.kv), rows, dtype=torch.long, device=self.features.device)
         self.before = self.features.clone(), self.lengths.clone()
@@ -121,6 +123,8 @@ class Program:
 
     def make_room(self, tokens: Sequence[int], kv: Sequence[LayerCache]) -> bool:
         """For so many tokens more in the cache of each layer. Whether it grew: then no graph knows its places."""
+        if all(map(operator.le, map(operator.add, self.used, tokens), self.rooms)):
+            return False
         grown = False
         for n, cache in enumerate(kv):
             missing = self.used[n] + tokens[n] - cache.k.shape[2]
@@ -131,7 +135,7 @@ class Program:
                 cache.k, cache.v = (torch.nn.functional.pad(t, more) for t in (cache.k, cache.v))
                 continue
             k, v = (torch.nn.functional.pad(t, more) for t in self.kv[n])
-            self.kv[n], rows = (k, v), len(cache.k)
+            self.kv[n], self.rooms[n], rows = (k, v), k.shape[2], len(cache.k)
             cache.k, cache.v = k[:rows], v[:rows]
             grown = True
         if grown:
@@ -139,10 +143,10 @@ class Program:
             self.shelves.clear()
         return grown
 
-    def most(self, need: Slots, kv: Sequence[LayerCache], tokens: int) -> Slots:
-        """Slots that layers may have: room to spare is not worth a larger cache."""
-        left = (cache.k.shape[2] - used for cache, used in zip(kv, self.used, strict=True))
-        return tuple(min(max(n, some // STEP * STEP), tokens) for n, some in zip(need, left, strict=False))
+    @property
+    def left(self) -> list[int]:
+        """Room in the cache of each layer."""
+        return list(map(operator.sub, self.rooms, self.used))
 
     def needed(self) -> list[int]:
         """Room that a call like the last one needs in the cache of each layer."""
@@ -166,7 +170,7 @@ class Program:
         if self.side is not None:
             torch.cuda.empty_cache()  # of what was too small or too large
         found = iter(self.arena.divide(like))
-        self.kv = [(next(found), next(found)) for _ in kv]
+        self.kv, self.rooms = [(next(found), next(found)) for _ in kv], list(rooms)
         places.tensors.update({name: next(found) for name in names})
 
     def save(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 
 from nextscale.runtime.recorded import Captured
 
@@ -26,21 +27,25 @@ class Shelf:
         self.graphs: dict[Slots, Captured] = {}
         self.wasted: dict[Slots, float] = {}  # by graphs that were taken for want of smaller ones
 
-    def slots(self, need: Slots, most: Slots) -> Slots:
-        """Of the graph that has to be taken, with `most` of them or less. If there is none, it has to be captured."""
-        fitting = [s for s in self.wasted if all(map(operator.le, need, s)) and all(map(operator.le, s, most))]
+    def slots(self, need: Slots, left: Sequence[int], tokens: int) -> Slots:
+        """Of the graph that has to be taken. If there is none yet, it has to be captured.
+
+        `left` is the room in each layer's cache, which only those tokens are worth enlarging that are needed.
+        """
+        fitting = [s for s in self.wasted if all(map(operator.le, need, s)) and all(map(operator.le, s, left))]
         if not fitting:
-            return self._new(tuple(math.ceil(SPARE * n) for n in need), most)
+            return self._new([math.ceil(SPARE * n) for n in need], need, left, tokens)
         slots = min(fitting, key=sum)
         right = sum(need) + STEP / 2 * len(need)
         self.wasted[slots] += max(sum(slots) / max(right, 1) - 1, 0)
         if self.wasted[slots] <= COST:
             return slots
         self.wasted[slots] = 0
-        return self._new(need, most)
+        return self._new(need, need, left, tokens)
 
-    def _new(self, need: Slots, most: Slots) -> Slots:
-        slots = tuple(map(min, map(round_up, need), most))
+    def _new(self, wanted: Sequence[int], need: Slots, left: Sequence[int], tokens: int) -> Slots:
+        room = [some // STEP * STEP for some in left]
+        slots = tuple([min(max(min(round_up(w), r), n), tokens) for w, n, r in zip(wanted, need, room, strict=False)])
         self.wasted[slots] = 0
         return slots
 
