@@ -4,9 +4,9 @@
 
 With CUDA graphs every layer of a reduced scale has room for a number of tokens that is guessed before. A layer that
 wants more makes the scale run twice; room that is not used is computed for nothing. A scale is captured once more if no
-graph has enough room and not much more; or if the KV cache, which is as large as the first picture asked for and some
-more, has to grow. Here NOVA runs eagerly, one picture after the other, and each guess is compared with what was kept: no
-GPU is needed.
+graph has enough room and not much more; or if the KV cache, which is as large as the first picture asked for and a
+little more, has to grow. Here NOVA runs eagerly, one picture after the other, and each guess is compared with what was
+kept: no GPU is needed.
 """
 
 from __future__ import annotations

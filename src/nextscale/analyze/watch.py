@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +71,7 @@ class WatchingPolicy(Policy):
         self.lens.append([])
         self.moved.append([])
         needs = frozenset({"attention_entropy"}) if scale.index == self.attention_scale else frozenset()
-        return dataclasses.replace(super().begin_scale(scale), needs=needs)
+        return self.plan(scale, needs=needs)
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         self.lens[-1].append(_map(token_entropy(stats.lens(x, False)), stats))

@@ -135,14 +135,19 @@ class Policy:
         return self.context.schedule.tokens
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
+        return self.plan(scale)
+
+    def plan(self, scale: Scale, **more: Any) -> ScalePlan:
+        """Every image runs, guided as long as the call asks for it, and is left alone; or what `more` says."""
         c = self.context
-        return ScalePlan(
-            actions=("run",) * c.images,
-            guided=(scale.index < c.sampling.guided_until,) * c.images,
-            capacity=0,
-            groups=(c.parts,),
-            looks=not self.looks_away,
-        )
+        usual: dict[str, Any] = {
+            "actions": ("run",) * c.images,
+            "guided": (scale.index < c.sampling.guided_until,) * c.images,
+            "capacity": 0,
+            "groups": (c.parts,),
+            "looks": not self.looks_away,
+        }
+        return ScalePlan(**(usual | more))
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         """The tokens that pass through `group` of `layer`; None = all of them."""
@@ -177,6 +182,9 @@ class Policy:
 
     def told(self, name: str, numbers: list[float] | Tensor) -> Tensor:
         """Numbers that the host gives or makes, on the device at a fixed place, where a captured scale reads them."""
+        place = self.numbers.get(name)
+        if place is not None and isinstance(numbers, list) and len(numbers) == len(place) and len(set(numbers)) == 1:
+            return place.fill_(numbers[0])  # which needs no memory of the host
         new = numbers
         if not isinstance(new, Tensor):  # from pinned memory they are copied without waiting
             new = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.context.device.type == "cuda")

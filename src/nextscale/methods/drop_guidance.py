@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from nextscale.errors import NextscaleError
@@ -38,10 +37,9 @@ class DropGuidancePolicy(Policy):
         self.from_scale = method.from_scale
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
-        plan = super().begin_scale(scale)
         if scale.index + 1 < self.from_scale:
-            return plan
-        return dataclasses.replace(plan, guided=(False,) * self.context.images)
+            return self.plan(scale)
+        return self.plan(scale, guided=(False,) * self.context.images)
 
     def activation(self, image: int) -> Activation:
         return Activation(scale=self.from_scale, reason="fixed")

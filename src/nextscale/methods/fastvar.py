@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -62,10 +61,9 @@ class FastVARPolicy(Policy):
         return 0
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
-        plan = super().begin_scale(scale)
         action = "skip" if self.ratios[scale.index] >= 1 else "run"
         groups = tuple((part,) for part in self.context.parts)  # each sub-layer selects for itself
-        return dataclasses.replace(plan, actions=(action,) * self.context.images, groups=groups)
+        return self.plan(scale, actions=(action,) * self.context.images, groups=groups)
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         ratio = self.ratios[stats.scale.index]

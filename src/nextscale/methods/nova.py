@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -134,7 +133,7 @@ class NOVAPolicy(CachedPolicy):
         reduced = tuple(ratio > 0 for ratio in self.ratio[t])
         looks = any(reduced) or self.records(scale)
         slots = self._slots(scale) if any(reduced) else ()
-        return dataclasses.replace(super().begin_scale(scale), needs=needs, looks=looks, variant=reduced, slots=slots)
+        return self.plan(scale, needs=needs, looks=looks, variant=reduced, slots=slots)
 
     def _slots(self, scale: Scale) -> tuple[int, ...]:
         """Room for what each layer will keep."""
@@ -145,7 +144,8 @@ class NOVAPolicy(CachedPolicy):
             images = zip(self.ratio[t], self.newest, strict=True)
             wanted = [[1 - r * (1 - d) for d in seen.highest(before, t, last)] for r, (before, last) in images]
             shares = wanted[0] if len(wanted) == 1 else list(map(max, *wanted))
-        return tuple([min(max(math.ceil(share * n), 1), n) for share in shares])
+        kept = [math.ceil(share * n) for share in shares]
+        return tuple([k if 1 <= k <= n else min(max(k, 1), n) for k in kept])
 
     def _read_entropies(self) -> None:
         for scale, images, report in self.pending:

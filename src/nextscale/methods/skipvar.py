@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,11 +119,11 @@ class SkipVARPolicy(Policy):
         self.unguided_from = [len(scales)] * context.images
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
-        plan = super().begin_scale(scale)
-        return dataclasses.replace(
-            plan,
+        guided = self.context.sampling.guided_until
+        return self.plan(
+            scale,
             actions=tuple("stop" if scale.index >= at else "run" for at in self.stop_at),
-            guided=tuple(g and scale.index < at for g, at in zip(plan.guided, self.unguided_from, strict=True)),
+            guided=tuple(scale.index < min(guided, at) for at in self.unguided_from),
         )
 
     def added(self, features: Tensor, stats: Stats) -> None:

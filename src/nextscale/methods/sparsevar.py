@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,14 +68,13 @@ class SparseVARPolicy(Policy):
         return 0
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
-        plan = super().begin_scale(scale)
         if scale.index < self.first:
-            return plan
+            return self.plan(scale)
         room = scale.tokens
         if self.kept is not None:  # cells that left never come back
             before, report = self.kept
             room = min(math.ceil(float(report["wanted"].max()) / before.tokens * scale.tokens * MARGIN), room)
-        return dataclasses.replace(plan, slots=(room,) * self.context.depth)
+        return self.plan(scale, slots=(room,) * self.context.depth)
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         if stats.scale.index < self.first:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,15 +76,14 @@ class ToProVARPolicy(CachedPolicy):
         if scale.index > self.landmark:  # before, nothing depends on them, and the device need not be waited for
             self._read()
         needs = frozenset({"attention_entropy"}) if scale.index < len(self.context.schedule) - 1 else frozenset()
-        plan = dataclasses.replace(super().begin_scale(scale), needs=needs)
         active = tuple(self._active(image, scale) for image in range(self.context.images))
         if not any(active):
-            return plan
+            return self.plan(scale, needs=needs)
         self.told("active", [float(a) for a in active])
         if not self.method.token_stage:
             n = scale.tokens
             self.told(f"order {n}", torch.rand(n, generator=torch.Generator().manual_seed(n)).double())
-        return dataclasses.replace(plan, slots=self._slots(scale), variant=active)
+        return self.plan(scale, needs=needs, slots=self._slots(scale), variant=active)
 
     def _slots(self, scale: Scale) -> tuple[int, ...]:
         """Room for what each layer will keep, if that is about the share of the scale before."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from nextscale.errors import NextscaleError
@@ -39,10 +38,9 @@ class TruncatePolicy(Policy):
         return sum(s.tokens for s in self.context.schedule if s.index < self.first_left_out)
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
-        plan = super().begin_scale(scale)
         if scale.index < self.first_left_out:
-            return plan
-        return dataclasses.replace(plan, actions=("stop",) * self.context.images)
+            return self.plan(scale)
+        return self.plan(scale, actions=("stop",) * self.context.images)
 
     def activation(self, image: int) -> Activation:
         if self.first_left_out == len(self.context.schedule):
