@@ -12,8 +12,10 @@ from nextscale import NOVA
 from nextscale.entropy import attention_entropy, token_entropy
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Stats
+from nextscale.methods.linkage import Linkage
 from nextscale.methods.nova import NOVAPolicy
-from nextscale.methods.selection import Selection, keep_highest
+from nextscale.methods.residual import resize_tokens
+from nextscale.methods.selection import Selection, keep_highest, scatter
 from nextscale.run import Rows
 
 
@@ -214,3 +216,70 @@ def test_with_one_selection_nothing_has_to_be_restored(infinity) -> None:
     assert [e["entropy"] for e in scales] == [
         e["entropy"] for e in residual.trace.to_dict()["images"][0]["scales"]
     ]  # cells that were not computed keep the entropy that was known of them
+
+
+def slots_of(chosen: Selection, tokens: int) -> Selection:
+    """The selection with the slot of every cell, as the kernel gives it."""
+    slot = torch.full((len(chosen.index), tokens + 1), -1, dtype=torch.int32)
+    number = torch.arange(chosen.index.shape[1], dtype=torch.int32).expand_as(chosen.index)
+    slot = slot.scatter(1, chosen.index.where(chosen.real, tokens), number)[:, :-1]
+    return Selection(chosen.index, chosen.count, slot)
+
+
+@torch.no_grad()
+def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, monkeypatch) -> None:
+    """What a GPU does, with every kernel written in torch: the lens looks at a scale's first state, and then only at
+    what its layers changed."""
+    looked = {"whole": 0, "filled": 0}
+
+    def restore(x, cached, grids, mode, chosen, stream, added=None, moments=None):
+        before = resize_tokens(cached.float(), *grids, mode)
+        filled = scatter(x + before, chosen, stream.sum)
+        if added is not None:
+            added.copy_(filled - x)
+        if moments is not None:
+            few = filled[: len(moments)]
+            moments.copy_(torch.stack((few.mean(-1), few.var(-1, unbiased=False)), dim=-1))
+        return x.copy_(filled)
+
+    def entropy_of(products, mean, variance, head, unit):
+        z = (products - mean[..., None] * head.total[:, None]) / (variance + head.eps).sqrt()[..., None]
+        z = z + head.term[:, None]
+        return token_entropy(torch.stack((torch.zeros_like(z), z), dim=-1), unit)
+
+    def whole(x, head, unit):
+        looked["whole"] += 1
+        products = x @ head.factor
+        return entropy_of(products, x.mean(-1), x.var(-1, unbiased=False), head, unit), products
+
+    def filled(state, products, head, unit):
+        looked["filled"] += 1
+        x, images = state.x[: len(products)], len(products)
+        received = resize_tokens(state.cached[:images].float() @ head.factor, *state.grids, state.mode)
+        kept = (state.chosen.slot[:images] >= 0)[..., None]
+        products.copy_(torch.where(kept, x @ head.factor, products + received))
+        return entropy_of(products, *state.moments.unbind(-1), head, unit)
+
+    keep = Linkage.keep
+    method = NOVA(t_est=2, alpha=10, probe="lens", max_layer_keep=0.4)
+    for pipe in (infinity, patchified):
+        expected = ask(pipe, images=2, method=method)
+        with monkeypatch.context() as patch:
+            patch.setattr("nextscale.methods.cached.restores", lambda x, mode: True)
+            patch.setattr("nextscale.methods.cached.fused_restore", restore)
+            patch.setattr("nextscale.runtime.eager.looks", lambda x: True)
+            patch.setattr("nextscale.kernels.lens.fused_lens", whole)
+            patch.setattr("nextscale.kernels.lens.fused_lens_of_filled", filled)
+            patch.setattr(Linkage, "keep", lambda rule, e, *rest: slots_of(keep(rule, e, *rest), e.shape[1]))
+            found = ask(pipe, images=2, method=method)
+        assert all(map(torch.equal, found.tokens, expected.tokens))
+        pairs = zip(found.trace.to_dict()["images"], expected.trace.to_dict()["images"], strict=True)
+        scales = [both for a, b in pairs for both in zip(a["scales"], b["scales"], strict=True)]
+        for new, old in scales:
+            assert [e["kept"] for e in new["layers"]] == [e["kept"] for e in old["layers"]]
+            assert [e["entropy"] for e in new["layers"]] == pytest.approx([e["entropy"] for e in old["layers"]])
+        reduced = {new["scale"] for new, _ in scales if new["ratio"]}
+        assert reduced
+        # Of every reduced scale the first layer is looked at as a whole, and no other.
+        assert looked == {"whole": len(reduced), "filled": len(reduced) * (pipe.backbone.depth - 1)}
+        looked.update(whole=0, filled=0)

@@ -4,7 +4,7 @@ For every query it keeps the largest score m and l = sum exp(s - m) while it wal
 u = sum exp(s - m) (s - m), the entropy is log l - u / l: exact, without a second pass. Scores are in units of log 2.
 
 Few queries do not fill a GPU. Then several programs share the keys, and another kernel puts together what they saw.
-Few keys, those of a text, are read once for many queries.
+Few keys have a kernel of their own (`few_keys_triton.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.few_keys_triton import FEW_KEYS, over_few_keys
+
 PROCESSORS = 132  # of a large GPU
 FEW, SOME = 128, 400  # keys that are worth a program while processors are idle, and while each has but one
 MOST = 4  # programs that share the keys
-TEXT = 128  # keys that a program can hold all at once
 JOINED = 4  # queries of a program that puts shares together
 
 
@@ -35,8 +36,8 @@ def fused(
 ) -> tuple[Tensor, Tensor | None]:
     rows, heads, queries, width = q.shape
     out = torch.empty(rows, queries, heads, width, dtype=q.dtype, device=q.device)  # as the projection behind reads it
-    if k.shape[2] <= TEXT and more is None and not entropy and not tuned:
-        return _over_few_keys(q, k, v, scale, length, out).transpose(1, 2), None
+    if k.shape[2] <= FEW_KEYS and more is None and not entropy and not tuned:
+        return over_few_keys(q, k, v, scale, length, out).transpose(1, 2), None
     spread = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device) if entropy else None
     tuned = tuned or blocks(queries, k.shape[2])
     groups = triton.cdiv(queries, tuned["BLOCK_Q"])
@@ -85,35 +86,6 @@ def fused(
     return out.transpose(1, 2), None if spread is None else spread.mean(1)
 
 
-def _over_few_keys(q: Tensor, k: Tensor, v: Tensor, scale: float, length: Tensor | None, out: Tensor) -> Tensor:
-    rows, heads, queries, width = q.shape
-    keys = k.shape[2]
-    block = 64 if queries > 16 else 16
-    rounds = triton.cdiv(triton.cdiv(queries, block) * rows * heads, 3 * PROCESSORS)  # that many programs run at once
-    _few_keys[(triton.cdiv(queries, block * rounds), rows * heads)](
-        q,
-        k,
-        v,
-        out,
-        length if length is not None else q,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        heads,
-        queries,
-        keys,
-        scale / math.log(2),
-        rounds,
-        WIDTH=width,
-        HAS_LENGTH=length is not None,
-        BLOCK_Q=block,
-        BLOCK_K=max(triton.next_power_of_2(keys), 16),
-        num_warps=4,
-        num_stages=2,
-    )
-    return out
-
-
 def shares_of_keys(programs: int, keys: int) -> int:
     """Into how many the keys are divided, so that there is work for the whole GPU."""
     # A few programs more than run at once would take as long as twice as many.
@@ -130,7 +102,7 @@ def shares_of_keys(programs: int, keys: int) -> int:
 
 def blocks(queries: int, keys: int) -> dict[str, int]:
     """Block sizes by what was fastest on an H200 (benchmarks/attention_entropy.py)."""
-    if keys <= TEXT:  # there is nothing to load ahead
+    if keys <= FEW_KEYS:  # there is nothing to load ahead
         return {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 1}
     if queries <= 16:
         return {"BLOCK_Q": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
@@ -280,52 +252,3 @@ def _join(
     if ENTROPY:
         nats = (tl.log2(total) - weighted / total) * 0.6931471805599453
         tl.store(spread_at + tl.program_id(1).to(tl.int64) * queries + mine, nats, mask=real)
-
-
-@triton.jit(do_not_specialize=["queries", "keys", "rounds"])
-def _few_keys(
-    q_at,
-    k_at,
-    v_at,
-    out_at,
-    length_at,
-    q_row,
-    q_head,
-    q_token,
-    k_row,
-    k_head,
-    k_token,
-    v_row,
-    v_head,
-    v_token,
-    heads,
-    queries,
-    keys,
-    scale,
-    rounds,
-    WIDTH: tl.constexpr,
-    HAS_LENGTH: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    row = (tl.program_id(1) // heads).to(tl.int64)
-    head = tl.program_id(1) % heads
-    if HAS_LENGTH:
-        keys = tl.load(length_at + row).to(tl.int32)
-    channel, other = tl.arange(0, WIDTH), tl.arange(0, BLOCK_K)
-    visible = other < keys
-    k_place = k_at + row * k_row + head * k_head + other[None, :] * k_token + channel[:, None]
-    v_place = v_at + row * v_row + head * v_head + other[:, None] * v_token + channel[None, :]
-    k = tl.load(k_place, mask=visible[None, :], other=0.0)
-    v = tl.load(v_place, mask=visible[:, None], other=0.0)
-    q_place = q_at + row * q_row + head * q_head
-    out_place = out_at + (row * queries * heads + head) * WIDTH + channel
-    first = tl.program_id(0) * rounds * BLOCK_Q
-    for start in tl.range(first, tl.minimum(first + rounds * BLOCK_Q, queries), BLOCK_Q):
-        mine = start + tl.arange(0, BLOCK_Q)
-        real = (mine < queries)[:, None]
-        q = tl.load(q_place + mine[:, None] * q_token + channel[None, :], mask=real, other=0.0)
-        s = tl.where(visible[None, :], tl.dot(q, k) * scale, float("-inf"))
-        p = tl.exp2(s - tl.max(s, 1)[:, None])
-        seen = tl.dot(p.to(v.dtype), v) / tl.sum(p, 1)[:, None]
-        tl.store(out_place + mine[:, None] * heads * WIDTH, seen.to(out_at.dtype.element_ty), mask=real)
