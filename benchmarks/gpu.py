@@ -13,7 +13,7 @@ time from the start of this process to its first picture.
 
 With random weights entropies mean nothing, so a method's ratios are stated: `nova:t*=7,spread=0.15` drops NOVA's
 share of a scale after scale 7, a layer's being (1 + 0.15) and (1 - 0.15) times that in turn. Probe, selection and
-restoration are switched on and paid for.
+restoration are switched on and paid for. With `,cache=zero` behind it holes stay as they are, as in NOVA(cache="zero").
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def read_ratios(text: str) -> NOVA | None:
     if text == "none":
         return None
     fields = dict(part.split("=") for part in text.removeprefix("nova:").split(","))
-    star = int(fields.get("t*", 7))
-    return StatedNOVA(t_est=star - 1, star=star, spread=float(fields.get("spread", 0.15)))
+    star, cache = int(fields.get("t*", 7)), fields.get("cache", "residual")
+    return StatedNOVA(t_est=star - 1, star=star, spread=float(fields.get("spread", 0.15)), cache=cache)
 
 
 def floor(pipe: Pipeline, scale: Scale, rows: int, share: float) -> float:

@@ -17,10 +17,10 @@ from nextscale.kernels.exact import linear_exact
 from nextscale.kernels.fp8 import FP8Linear, round_rows
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.keys import stores
-from nextscale.kernels.lens import BitHead, Filled, Lens, fused_lens, looks
+from nextscale.kernels.lens import BitHead, Filled, Lens, Look, fused_lens, looks
 from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.norm import group_norm, join
-from nextscale.kernels.restore import fused_restore
+from nextscale.kernels.restore import fused_put, fused_restore
 from nextscale.kernels.rows import Parts, linear_for_sum
 from nextscale.kernels.thin import norm_and_conv, taps
 from nextscale.kv import LayerCache, taken
@@ -273,6 +273,11 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
             found = fused_restore(x.to(device), cached.to(device), grids, mode, there, stream, added)
             assert off(found.cpu(), expected) < 1e-6
             assert off(added.cpu(), new) < 1e-6
+            stream = Stream(y.to(device))
+            if waiting is not None:
+                stream = Stream(y.to(device) - gate * missing)
+                stream.add(waiting, gate)
+            assert off(fused_put(x.to(device), there, stream).cpu(), scatter(x, chosen, y)) < 1e-6
 
 
 @on_both
@@ -303,7 +308,7 @@ def test_the_lens_follows_holes_that_are_filled(device: str, mode: str, grids) -
     x = torch.randn(4, cells, channels, device=device) * 3 + 1
     exact_head = BitHead(head.factor.double(), head.total.double(), head.term.double(), head.eps)
     lens, exact = Lens(2, lambda: head), x.double()
-    for layer in range(3):
+    for layer in range(4):
         z = exact_head.logits(exact[:2])
         entropy = token_entropy(torch.stack((torch.zeros_like(z), z), dim=-1))
         cached = torch.randn(4, h * w, channels, device=device).to(dtype_of(device))
@@ -314,11 +319,15 @@ def test_the_lens_follows_holes_that_are_filled(device: str, mode: str, grids) -
             assert off(lens.entropy(x, "token"), entropy) < 1e-5
             moments = lens.moments(x, chosen)
             assert moments is not None
-            x = fused_restore(x, cached, grids, mode, chosen, Stream(y), None, moments)
-            lens.filled = Filled(x, moments, chosen, cached, grids, mode)
+            if layer == 1:  # holes stay as they are
+                x = fused_put(x, chosen, Stream(y), moments)
+                lens.filled = Filled(x, chosen)
+            else:
+                x = fused_restore(x, cached, grids, mode, chosen, Stream(y), None, moments)
+                lens.filled = Filled(x, chosen, cached, grids, mode)
             assert off(moments[..., 0], x[:2].mean(-1)) < 1e-5
         before = resize_tokens(cached.double(), *grids, mode)
-        exact = scatter(exact + before, chosen, y.double())
+        exact = scatter(exact + before * (layer != 1), chosen, y.double())
         # The products of an enlarged map are the enlarged products of the map.
         products = resize_tokens(cached[:2].double() @ exact_head.factor, *grids, mode)
         assert torch.allclose(products, before[:2] @ exact_head.factor)
@@ -329,12 +338,13 @@ def test_the_lens_trusts_only_what_it_saw() -> None:
     lens, x = Lens(1, lambda: None), torch.zeros(2, 3, 4)
     chosen = Selection(torch.zeros(2, 1, dtype=torch.long), torch.ones(2), torch.zeros(2, 3, dtype=torch.int32))
     assert lens.moments(x, chosen) is None  # nothing was looked at
+    lens.look = Look(torch.zeros(1, 3), torch.zeros(1, 3, 16), torch.zeros(1, 3, 2))
     lens.seen = x
     assert lens.moments(x.clone(), chosen) is None
     lens.seen = x
     assert lens.moments(x, Selection(chosen.index, chosen.count)) is None
     lens.seen = x
-    assert lens.moments(x, chosen).shape == (1, 3, 2)
+    assert lens.moments(x, chosen) is lens.look.moments
     assert lens.moments(x, chosen) is None  # not since it was filled
 
 

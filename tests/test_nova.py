@@ -227,7 +227,8 @@ def slots_of(chosen: Selection, tokens: int) -> Selection:
 
 
 @torch.no_grad()
-def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, monkeypatch) -> None:
+@pytest.mark.parametrize("cache", ["residual", "zero"])
+def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, monkeypatch, cache: str) -> None:
     """What a GPU does, with every kernel written in torch: the lens looks at a scale's first state, and then only at
     what its layers changed."""
     looked = {"whole": 0, "filled": 0}
@@ -242,6 +243,14 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
             moments.copy_(torch.stack((few.mean(-1), few.var(-1, unbiased=False)), dim=-1))
         return x.copy_(filled)
 
+    def put(x, chosen, stream, moments=None):
+        filled = scatter(x, chosen, stream.sum)
+        if moments is not None:  # only of what changes
+            few, kept = filled[: len(moments)], (chosen.slot[: len(moments)] >= 0)[..., None]
+            new = torch.stack((few.mean(-1), few.var(-1, unbiased=False)), dim=-1)
+            moments.copy_(torch.where(kept, new, moments))
+        return x.copy_(filled)
+
     def entropy_of(products, mean, variance, head, unit):
         z = (products - mean[..., None] * head.total[:, None]) / (variance + head.eps).sqrt()[..., None]
         z = z + head.term[:, None]
@@ -249,23 +258,26 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
 
     def whole(x, head, unit):
         looked["whole"] += 1
-        products = x @ head.factor
-        return entropy_of(products, x.mean(-1), x.var(-1, unbiased=False), head, unit), products
+        products, moments = x @ head.factor, torch.stack((x.mean(-1), x.var(-1, unbiased=False)), dim=-1)
+        return entropy_of(products, *moments.unbind(-1), head, unit), products, moments
 
-    def filled(state, products, head, unit):
+    def filled(state, look, head, unit):
         looked["filled"] += 1
-        x, images = state.x[: len(products)], len(products)
-        received = resize_tokens(state.cached[:images].float() @ head.factor, *state.grids, state.mode)
-        kept = (state.chosen.slot[:images] >= 0)[..., None]
-        products.copy_(torch.where(kept, x @ head.factor, products + received))
-        return entropy_of(products, *state.moments.unbind(-1), head, unit)
+        images = len(look.products)
+        kept, received = (state.chosen.slot[:images] >= 0)[..., None], 0
+        if state.cached is not None:
+            received = resize_tokens(state.cached[:images].float() @ head.factor, *state.grids, state.mode)
+        look.products.copy_(torch.where(kept, state.x[:images] @ head.factor, look.products + received))
+        look.entropy.copy_(entropy_of(look.products, *look.moments.unbind(-1), head, unit))
 
     keep = Linkage.keep
-    method = NOVA(t_est=2, alpha=10, probe="lens", max_layer_keep=0.4)
+    method = NOVA(t_est=2, alpha=10, probe="lens", max_layer_keep=0.4, cache=cache)
     for pipe in (infinity, patchified):
         expected = ask(pipe, images=2, method=method)
         with monkeypatch.context() as patch:
-            patch.setattr("nextscale.methods.cached.restores", lambda x, mode: True)
+            patch.setattr("nextscale.methods.base.puts", lambda x: True)
+            patch.setattr("nextscale.methods.base.fused_put", put)
+            patch.setattr("nextscale.methods.cached.puts", lambda x: True)
             patch.setattr("nextscale.methods.cached.fused_restore", restore)
             patch.setattr("nextscale.runtime.eager.looks", lambda x: True)
             patch.setattr("nextscale.kernels.lens.fused_lens", whole)

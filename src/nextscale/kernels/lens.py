@@ -4,7 +4,7 @@ With the norm written out, the difference of a bit's two logits is z = (x . A - 
 A, a and c hold the head's weights and the condition's scale and shift. So one pass over x is enough.
 
 And less than one is, where a layer left most tokens out: what these received is an enlarged map of the scale before,
-and the products of an enlarged map are the enlarged products of the map.
+and the products of an enlarged map are the enlarged products of the map; or they received nothing.
 """
 
 from __future__ import annotations
@@ -49,14 +49,21 @@ class BitHead(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A state whose holes were filled in place, and from what."""
+    """A state whose holes were filled in place."""
 
     x: Tensor  # [R, N, C]
-    moments: Tensor  # mean and variance of its first rows, [B, N, 2]
     chosen: Selection  # all other tokens are holes
-    cached: Tensor  # [R, n, C], on the first grid
-    grids: tuple[Grid, Grid]
-    mode: str
+    cached: Tensor | None = None  # what holes received, [R, n, C], on the first grid; None: they stayed as they were
+    grids: tuple[Grid, Grid] = ((0, 0), (0, 0))
+    mode: str = "nearest"
+
+
+class Look(NamedTuple):
+    """What was seen of the conditional rows of a state."""
+
+    entropy: Tensor  # [B, N]
+    products: Tensor  # x . A, [B, N, d]
+    moments: Tensor  # mean and variance of x, [B, N, 2]
 
 
 class Lens:
@@ -64,30 +71,30 @@ class Lens:
 
     def __init__(self, images: int, head: Callable[[], BitHead]) -> None:
         self.images, self.head = images, head
-        self.products: Tensor | None = None  # x . A of the state below
         self.seen: Tensor | None = None  # the state that was looked at last
+        self.look: Look | None = None  # and what was seen of it
         self.filled: Filled | None = None  # what became of it since
 
     def entropy(self, x: Tensor, unit: str) -> Tensor:
-        """[B, N] of the conditional rows of x [R, N, C]."""
-        filled, self.filled = self.filled, None
-        if filled is not None and self.products is not None and same(filled.x, x):
-            entropy = fused_lens_of_filled(filled, self.products, self.head(), unit)
+        """[B, N] of the conditional rows of x [R, N, C]; holds until the next look."""
+        filled, self.filled, self.seen = self.filled, None, x
+        if filled is not None and self.look is not None and same(filled.x, x):
+            fused_lens_of_filled(filled, self.look, self.head(), unit)
         else:
-            entropy, self.products = fused_lens(x[: self.images], self.head(), unit)
-        self.seen = x
-        return entropy
+            self.look = Look(*fused_lens(x[: self.images], self.head(), unit))
+        return self.look.entropy
 
     def moments(self, x: Tensor, chosen: Selection) -> Tensor | None:
-        """Where whoever fills holes of x has to leave the moments, if that spares a look at all of it."""
+        """Where whoever fills holes of x has to leave the moments [B, N, 2] of what changes, if that spares a look at
+        all of it. Then `filled` has to be set."""
         seen, self.seen, self.filled = self.seen, None, None  # what was seen is gone in any case
-        if seen is None or not same(seen, x) or chosen.slot is None:
+        if seen is None or self.look is None or not same(seen, x) or chosen.slot is None:
             return None
-        return torch.empty(self.images, x.shape[1], 2, dtype=torch.float32, device=x.device)
+        return self.look.moments
 
     def forget(self) -> None:
         """The scale is over."""
-        self.products = self.seen = self.filled = None
+        self.seen = self.look = self.filled = None
 
 
 def same(a: Tensor, b: Tensor) -> bool:

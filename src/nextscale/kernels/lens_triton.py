@@ -12,7 +12,7 @@ from torch import Tensor
 from nextscale.kernels.restore_triton import between, nearest
 
 if TYPE_CHECKING:
-    from nextscale.kernels.lens import BitHead, Filled
+    from nextscale.kernels.lens import BitHead, Filled, Look
 
 
 TOKENS, STEP = 64, 64  # tokens and channels that a program holds at once
@@ -21,23 +21,25 @@ MOST = 8  # parts
 FEW = 8  # tokens of a program that puts the parts together
 
 
-def fused_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, Tensor]:
-    """Entropy [B, N] of the tokens x [B, N, C], a sum over bits or their mean, and the products x . A."""
+def fused_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, ...]:
+    """Of the tokens x [B, N, C] what a `Look` holds; entropy is a sum over bits or their mean."""
     images, tokens, channels = x.shape
     sizes, width = _sizes(head)
     parts = _parts(tokens, channels)
     sums = torch.empty(parts, images, tokens, width + 16, dtype=torch.float32, device=x.device)
-    entropy = torch.empty(images, tokens, dtype=torch.float32, device=x.device)
-    products = torch.empty(images, tokens, width, dtype=torch.float32, device=x.device)
+    entropy, products, moments = (
+        torch.empty(images, tokens, *n, dtype=torch.float32, device=x.device) for n in ((), (width,), (2,))
+    )
     _sums[(triton.cdiv(tokens, TOKENS), parts, images)](
         x, head.factor, sums, tokens, channels, channels // parts, *x.stride()[:2], **sizes, **_BLOCKS
     )
     _entropy[(triton.cdiv(tokens, FEW), images)](
         sums,
+        entropy,
         products,
+        moments,
         head.total,
         head.term,
-        entropy,
         tokens,
         channels,
         head.eps,
@@ -47,26 +49,27 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, Tensor]:
         PARTS=parts,
         num_warps=4,
     )
-    return entropy, products
+    return entropy, products, moments
 
 
-def fused_lens_of_filled(filled: Filled, products: Tensor, head: BitHead, unit: str) -> Tensor:
-    """The same of a state whose holes were filled, from the products that it had before, which become the new ones."""
-    x, (images, tokens), channels = filled.x, filled.moments.shape[:2], filled.x.shape[2]
+def fused_lens_of_filled(filled: Filled, look: Look, head: BitHead, unit: str) -> None:
+    """The same of a state whose holes were filled, from the look at what it was before, which becomes the new one. Its
+    moments are already those of now."""
+    x, (images, tokens), channels = filled.x, look.entropy.shape, filled.x.shape[2]
     (h, w), (height, wide) = filled.grids
+    cached = x if filled.cached is None else filled.cached.contiguous()
     slots = filled.chosen.index.shape[1]
     sizes, width = _sizes(head)
     # Not by the slots: what a picture gives must not depend on the room that others needed.
-    parts = _parts(h * w, channels)
+    parts = _parts(h * w or tokens, channels)
     sums = torch.empty(parts, images, h * w + slots, width, dtype=torch.float32, device=x.device)
-    entropy = torch.empty(images, tokens, dtype=torch.float32, device=x.device)
     kept = triton.cdiv(slots, TOKENS)
     assert filled.chosen.slot is not None
     _sums_of_filled[(kept + triton.cdiv(h * w, TOKENS), parts, images)](
         x,
         filled.chosen.index,
         filled.chosen.count,
-        filled.cached.contiguous(),
+        cached,
         head.factor,
         sums,
         tokens,
@@ -75,34 +78,32 @@ def fused_lens_of_filled(filled: Filled, products: Tensor, head: BitHead, unit: 
         kept,
         channels // parts,
         CHANNELS=channels,
-        EXACT=filled.cached.dtype == torch.float32,
+        EXACT=cached.dtype == torch.float32,
         **sizes,
         **_BLOCKS,
     )
     _entropy_of_filled[(triton.cdiv(tokens, FEW), images)](
         sums,
-        products,
-        filled.moments,
+        *look,
         filled.chosen.slot,
         head.total,
         head.term,
-        entropy,
         tokens,
         slots,
         h,
         w,
         wide,
-        h / height,
-        w / wide,
+        h / max(height, 1),
+        w / max(wide, 1),
         head.eps,
         _share(head, unit),
+        FILLED=filled.cached is not None,
         BILINEAR=filled.mode == "bilinear",
         **sizes,
         TOKENS=FEW,
         PARTS=parts,
         num_warps=4,
     )
-    return entropy
 
 
 _BLOCKS = {"TOKENS": TOKENS, "STEP": STEP, "num_warps": 4, "num_stages": 3}
@@ -237,10 +238,11 @@ def _sums_of_filled(
 @triton.jit(do_not_specialize=["tokens"])
 def _entropy(
     sums_at,
+    entropy_at,
     products_at,
+    moments_at,
     total_at,
     term_at,
-    entropy_at,
     tokens,
     channels,
     eps,
@@ -263,8 +265,11 @@ def _entropy(
         sums += tl.load(at + BLOCK_BITS, mask=real, other=0.0)
         squares += tl.load(at + BLOCK_BITS + 1, mask=real, other=0.0)
     mean = sums / channels
-    deviation = tl.sqrt(tl.maximum(squares / channels - mean * mean, 0.0) + eps)
+    variance = tl.maximum(squares / channels - mean * mean, 0.0)
+    deviation = tl.sqrt(variance + eps)
     here = image * tokens + token
+    tl.store(moments_at + here * 2, mean, mask=real)
+    tl.store(moments_at + here * 2 + 1, variance, mask=real)
     tl.store(products_at + here[:, None] * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
     entropy = _of_bits(products, mean, deviation, total_at + image * BITS, term_at + image * BITS, BITS, BLOCK_BITS)
     tl.store(entropy_at + here, entropy * by, mask=real)
@@ -273,12 +278,12 @@ def _entropy(
 @triton.jit(do_not_specialize=["tokens", "slots", "h", "w", "width"])
 def _entropy_of_filled(
     sums_at,
+    entropy_at,
     products_at,
     moments_at,
     slot_at,
     total_at,
     term_at,
-    entropy_at,
     tokens,
     slots,
     h,
@@ -288,6 +293,7 @@ def _entropy_of_filled(
     by_column,
     eps,
     by,
+    FILLED: tl.constexpr,
     BILINEAR: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_BITS: tl.constexpr,
@@ -303,11 +309,12 @@ def _entropy_of_filled(
     hole = real & (slot < 0)
     kept = real & (slot >= 0)
     products = tl.load(products_at + here[:, None] * BLOCK_BITS + bit, mask=hole[:, None], other=0.0)
+    changed = real if FILLED else kept
     olds = h * w
     for part in tl.static_range(PARTS):
         sums = sums_at + (part * tl.num_programs(1) + image) * (olds + slots) * BLOCK_BITS + bit
         products += tl.load(sums + (olds + slot)[:, None] * BLOCK_BITS, mask=kept[:, None], other=0.0)
-        if BILINEAR:
+        if FILLED and BILINEAR:
             nw, ne, sw, se, fr, fc = between(token, h, w, width, by_row, by_column)
             a = tl.load(sums + nw[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
             b = tl.load(sums + ne[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
@@ -315,14 +322,14 @@ def _entropy_of_filled(
             e = tl.load(sums + se[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
             fr, fc = fr[:, None], fc[:, None]
             products += (1 - fr) * ((1 - fc) * a + fc * b) + fr * ((1 - fc) * d + fc * e)
-        else:
+        elif FILLED:
             old = nearest(token, h, w, width, by_row, by_column)
             products += tl.load(sums + old[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
-    tl.store(products_at + here[:, None] * BLOCK_BITS + bit, products, mask=real[:, None])
+    tl.store(products_at + here[:, None] * BLOCK_BITS + bit, products, mask=changed[:, None])
     mean = tl.load(moments_at + here * 2, mask=real, other=0.0)
     deviation = tl.sqrt(tl.load(moments_at + here * 2 + 1, mask=real, other=0.0) + eps)
     entropy = _of_bits(products, mean, deviation, total_at + image * BITS, term_at + image * BITS, BITS, BLOCK_BITS)
-    tl.store(entropy_at + here, entropy * by, mask=real)
+    tl.store(entropy_at + here, entropy * by, mask=changed)
 
 
 @triton.jit

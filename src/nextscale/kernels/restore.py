@@ -1,4 +1,5 @@
-"""Filling the holes of a layer's output in one pass instead of ten; the reference is `CachedPolicy._restored`."""
+"""Filling the holes of a layer's output in one pass instead of ten, in place. The references are
+`CachedPolicy._restored` and, where holes stay as they are, `selection.scatter`."""
 
 from __future__ import annotations
 
@@ -6,11 +7,16 @@ import torch
 from torch import Tensor
 
 try:
-    from nextscale.kernels.restore_triton import fused_restore
+    from nextscale.kernels.restore_triton import fused_put, fused_restore
 except ImportError:  # a CPU build of torch comes without Triton
-    fused_restore = None  # type: ignore[assignment]
+    fused_put = fused_restore = None  # type: ignore[assignment]
+
+MODES = ("nearest", "bilinear")  # of enlarging that the kernel knows
 
 
-def restores(x: Tensor, mode: str) -> bool:
-    """Whether the kernel takes maps [R, N, C] like these."""
-    return fused_restore is not None and x.is_cuda and x.dtype == torch.float32 and mode in ("nearest", "bilinear")
+def puts(x: Tensor) -> bool:
+    """Whether the kernels take maps [R, N, C] like these."""
+    return fused_put is not None and x.is_cuda and x.dtype == torch.float32
+
+
+__all__ = ["MODES", "fused_put", "fused_restore", "puts"]

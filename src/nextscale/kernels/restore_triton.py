@@ -1,4 +1,4 @@
-"""A program takes one cell of a row.
+"""A program takes one cell of a row, or one slot where holes stay as they are.
 
 A kept cell has the output of its slot, for which the stream's last sum is made here. Every other cell has its input x
 plus what the layer added at this place one scale before, enlarged. What each cell received is what the next scale will
@@ -37,9 +37,8 @@ def fused_restore(
     output, in the first rows, to `moments` [B, N, 2], if these are given."""
     rows, cells, channels = x.shape
     (h, w), (height, width) = grids
-    y = (stream.sum if stream.chosen is not None else stream.x).contiguous()
     x, cached = x.contiguous(), cached.contiguous()
-    given, kind = pending(stream.delta, stream.gate, x)
+    y, given, kind = _outputs(stream, x)
     slots, slot = chosen.index.shape[1], chosen.slot
     if slot is None:
         slot = torch.full((rows, cells), -1, dtype=torch.int32, device=x.device)
@@ -69,6 +68,37 @@ def fused_restore(
         num_warps=4,
     )
     return x
+
+
+def fused_put(x: Tensor, chosen: Selection, stream: Stream, moments: Tensor | None = None) -> Tensor:
+    """x [R, N, C] with the stream [R, K, C] of the chosen tokens in their places, and the moments of these."""
+    rows, cells, channels = x.shape
+    x = x.contiguous()
+    y, given, kind = _outputs(stream, x)
+    slots = chosen.index.shape[1]
+    _put[(slots, rows)](
+        x,
+        y,
+        *given,
+        chosen.index,
+        chosen.count,
+        x if moments is None else moments,
+        0 if moments is None else len(moments),
+        cells,
+        slots,
+        **kind,
+        CHANNELS=channels,
+        BLOCK=triton.next_power_of_2(channels),
+        MOMENTS=moments is not None,
+        num_warps=4,
+    )
+    return x
+
+
+def _outputs(stream: Stream, x: Tensor) -> tuple[Tensor, list[Tensor | int], dict[str, int]]:
+    """The stream's sum so far, what is still to be added to it, and of which kind that is."""
+    y = (stream.sum if stream.chosen is not None else stream.x).contiguous()
+    return y, *pending(stream.delta, stream.gate, x)
 
 
 @triton.jit(do_not_specialize=["slots", "cells"])
@@ -157,8 +187,49 @@ def _restore(
     if ADDED:
         tl.store(added_at + at, added.to(added_at.dtype.element_ty), mask=real)
     if MOMENTS:
-        mean = total(y) / CHANNELS
-        apart = tl.where(real, y - mean, 0.0)
-        to = moments_at + (row * cells + cell) * 2
-        tl.store(to, mean, mask=row < images)
-        tl.store(to + 1, total(apart * apart) / CHANNELS, mask=row < images)
+        _note(y, real, moments_at + (row * cells + cell) * 2, row < images, CHANNELS)
+
+
+@triton.jit(do_not_specialize=["images", "cells", "slots"])
+def _put(
+    x_at,
+    y_at,
+    delta_at,
+    bias_at,
+    gate_at,
+    gate_row,
+    index_at,
+    count_at,
+    moments_at,
+    images,
+    cells,
+    slots,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOMENTS: tl.constexpr,
+):
+    row, slot = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    if slot < tl.load(count_at + row):
+        channel = by_fours(BLOCK)
+        real = channel < CHANNELS
+        cell = tl.load(index_at + row * slots + slot)
+        mine = (row * slots + slot) * CHANNELS + channel
+        y = tl.load(y_at + mine, mask=real, other=0.0)
+        if PARTS:
+            by = tl.num_programs(1).to(tl.int64) * slots * CHANNELS
+            y += gated(delta_at, bias_at, gate_at + row * gate_row, mine, by, channel, real, PARTS, BIAS, GATE)
+        tl.store(x_at + (row * cells + cell) * CHANNELS + channel, y, mask=real)
+        if MOMENTS:
+            _note(y, real, moments_at + (row * cells + cell) * 2, row < images, CHANNELS)
+
+
+@triton.jit
+def _note(y, real, to, wanted, CHANNELS: tl.constexpr):
+    """Mean and variance of a token."""
+    mean = total(y) / CHANNELS
+    apart = tl.where(real, y - mean, 0.0)
+    tl.store(to, mean, mask=wanted)
+    tl.store(to + 1, total(apart * apart) / CHANNELS, mask=wanted)

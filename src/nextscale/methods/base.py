@@ -20,6 +20,8 @@ from torch import Tensor
 
 from nextscale.entropy import token_entropy
 from nextscale.errors import NextscaleError, choices
+from nextscale.kernels.lens import Filled
+from nextscale.kernels.restore import fused_put, puts
 from nextscale.methods.residual import TokenCaches
 from nextscale.methods.selection import Selection, scatter
 from nextscale.methods.stored import stored, stored_names
@@ -161,7 +163,19 @@ class Policy:
         self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, stats: Stats
     ) -> Tensor:
         """The same from a stream whose last sum has not been made yet: who can make it on the way saves a pass."""
-        return self.fill(layer, group, x, chosen, stream.sum, stats)
+        if chosen is None or not self.leaves_holes or not puts(x):
+            return self.fill(layer, group, x, chosen, stream.sum, stats)
+        lens = stats.fast_lens
+        moments = None if lens is None else lens.moments(x, chosen)
+        filled = fused_put(x, chosen, stream, moments)
+        if lens is not None and moments is not None:
+            lens.filled = Filled(filled, chosen)
+        return filled
+
+    @property
+    def leaves_holes(self) -> bool:
+        """Whether tokens that were not chosen stay as they are."""
+        return type(self).fill is Policy.fill
 
     def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
         """Last word on the hidden state; a weight [B, N] of 0 makes a cell add nothing."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nextscale.kernels.lens import Filled
-from nextscale.kernels.restore import fused_restore, restores
+from nextscale.kernels.restore import MODES, fused_restore, puts
 from nextscale.methods.base import Context, Group, Policy, Stats
 from nextscale.methods.selection import Selection, gather, scatter
 from nextscale.models.stream import Stream
@@ -59,12 +59,16 @@ class CachedPolicy(Policy):
         """Whether nothing is done to the holes but to fill them."""
         return type(self).fill is CachedPolicy.fill
 
+    @property
+    def leaves_holes(self) -> bool:
+        return self.fills_plainly and self.kind == "zero"
+
     def fill_stream(
         self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, stats: Stats
     ) -> Tensor:
         cache, rows, grid = self.memory["added", layer, group], stats.rows, stats.scale.grid
         newest = cache.newest(rows)
-        fuses = self.fills_plainly and self.kind == "residual" and restores(x, self.restore_mode)
+        fuses = self.fills_plainly and self.kind == "residual" and self.restore_mode in MODES and puts(x)
         if chosen is None or newest is None or not fuses:
             return super().fill_stream(layer, group, x, chosen, stream, stats)
         records = self.records(stats.scale)
@@ -73,7 +77,7 @@ class CachedPolicy(Policy):
         moments = None if lens is None else lens.moments(x, chosen)
         filled = fused_restore(x, newest.maps, grids, mode, chosen, stream, new, moments)
         if lens is not None and moments is not None:
-            lens.filled = Filled(filled, moments, chosen, newest.maps, grids, mode)
+            lens.filled = Filled(filled, chosen, newest.maps, grids, mode)
         if new is not None:
             cache.store(rows, grid, new)
         return filled

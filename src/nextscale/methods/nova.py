@@ -109,6 +109,8 @@ class NOVAPolicy(CachedPolicy):
         self.probe = method.probe
         if self.probe == "auto":
             self.probe = "lens" if context.bits else "lens_topk"
+        # Whether complete layers leave something behind.
+        self.learns = method.cache != "zero" or self.probe == "previous" or method.metric == "mse"
         # What a layer sees then does not depend on the layer: one selection serves the whole scale.
         self.once = self.probe == "previous" and not method.layer_linkage and method.metric in ("entropy", "random")
 
@@ -131,7 +133,7 @@ class NOVAPolicy(CachedPolicy):
             else frozenset()
         )
         reduced = tuple(ratio > 0 for ratio in self.ratio[t])
-        looks = any(reduced) or self.records(scale)
+        looks = any(reduced) or (self.learns and self.records(scale))
         slots = self._slots(scale) if any(reduced) else ()
         return self.plan(scale, needs=needs, looks=looks, variant=reduced, slots=slots)
 
