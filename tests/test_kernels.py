@@ -20,7 +20,7 @@ from nextscale.kernels.keys import stores
 from nextscale.kernels.lens import BitHead, Filled, Lens, Look, fused_lens, looks
 from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.norm import group_norm, join
-from nextscale.kernels.restore import fused_put, fused_restore
+from nextscale.kernels.restore import fused_put, fused_record, fused_restore
 from nextscale.kernels.rows import Parts, linear_for_sum
 from nextscale.kernels.thin import norm_and_conv, taps
 from nextscale.kv import LayerCache, taken
@@ -278,6 +278,13 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
                 stream = Stream(y.to(device) - gate * missing)
                 stream.add(waiting, gate)
             assert off(fused_put(x.to(device), there, stream).cpu(), scatter(x, chosen, y)) < 1e-6
+            if waiting is not None:
+                whole, missing = Stream(expected.to(device)), torch.randn(2, cells, channels, device=device)
+                whole.add(missing, gate)
+                added.fill_(torch.nan)
+                right = expected.to(device) + gate * missing
+                assert off(fused_record(x.to(device), whole, added), right) < 1e-6
+                assert off(added, right - x.to(device)) < 1e-6
 
 
 @on_both

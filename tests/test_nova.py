@@ -231,7 +231,7 @@ def slots_of(chosen: Selection, tokens: int) -> Selection:
 def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, monkeypatch, cache: str) -> None:
     """What a GPU does, with every kernel written in torch: the lens looks at a scale's first state, and then only at
     what its layers changed."""
-    looked = {"whole": 0, "filled": 0}
+    looked = dict.fromkeys(("whole", "filled", "recorded"), 0)
 
     def restore(x, cached, grids, mode, chosen, stream, added=None, moments=None):
         before = resize_tokens(cached.float(), *grids, mode)
@@ -242,6 +242,11 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
             few = filled[: len(moments)]
             moments.copy_(torch.stack((few.mean(-1), few.var(-1, unbiased=False)), dim=-1))
         return x.copy_(filled)
+
+    def record(x, stream, added):
+        looked["recorded"] += 1
+        added.copy_(stream.sum - x)
+        return x.copy_(stream.sum)
 
     def put(x, chosen, stream, moments=None):
         filled = scatter(x, chosen, stream.sum)
@@ -278,6 +283,7 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
             patch.setattr("nextscale.methods.base.puts", lambda x: True)
             patch.setattr("nextscale.methods.base.fused_put", put)
             patch.setattr("nextscale.methods.cached.puts", lambda x: True)
+            patch.setattr("nextscale.methods.cached.fused_record", record)
             patch.setattr("nextscale.methods.cached.fused_restore", restore)
             patch.setattr("nextscale.runtime.eager.looks", lambda x: True)
             patch.setattr("nextscale.kernels.lens.fused_lens", whole)
@@ -293,5 +299,7 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
         reduced = {new["scale"] for new, _ in scales if new["ratio"]}
         assert reduced
         # Of every reduced scale the first layer is looked at as a whole, and no other.
-        assert looked == {"whole": len(reduced), "filled": len(reduced) * (pipe.backbone.depth - 1)}
-        looked.update(whole=0, filled=0)
+        assert looked["whole"] == len(reduced)
+        assert looked["filled"] == len(reduced) * (pipe.backbone.depth - 1)
+        assert bool(looked["recorded"]) == (cache == "residual")
+        looked.update(dict.fromkeys(looked, 0))

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 try:
-    from nextscale.kernels.restore_triton import fused_put, fused_restore
+    from nextscale.kernels.restore_triton import fused_put, fused_record, fused_restore
 except ImportError:  # a CPU build of torch comes without Triton
-    fused_put = fused_restore = None  # type: ignore[assignment]
+    fused_put = fused_record = fused_restore = None  # type: ignore[assignment]
 
 MODES = ("nearest", "bilinear")  # of enlarging that the kernel knows
 
@@ -19,4 +19,4 @@ def puts(x: Tensor) -> bool:
     return fused_put is not None and x.is_cuda and x.dtype == torch.float32
 
 
-__all__ = ["MODES", "fused_put", "fused_restore", "puts"]
+__all__ = ["MODES", "fused_put", "fused_record", "fused_restore", "puts"]

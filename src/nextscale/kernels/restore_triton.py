@@ -95,6 +95,17 @@ def fused_put(x: Tensor, chosen: Selection, stream: Stream, moments: Tensor | No
     return x
 
 
+def fused_record(x: Tensor, stream: Stream, added: Tensor) -> Tensor:
+    """The stream [R, N, C] of a layer that left nothing out, in the place of its input x; their difference goes to
+    `added`."""
+    rows, cells, channels = x.shape
+    x = x.contiguous()
+    y, given, kind = _outputs(stream, x)
+    block = triton.next_power_of_2(channels)
+    _record[(cells, rows)](x, y, *given, added, cells, **kind, CHANNELS=channels, BLOCK=block, num_warps=4)
+    return x
+
+
 def _outputs(stream: Stream, x: Tensor) -> tuple[Tensor, list[Tensor | int], dict[str, int]]:
     """The stream's sum so far, what is still to be added to it, and of which kind that is."""
     y = (stream.sum if stream.chosen is not None else stream.x).contiguous()
@@ -224,6 +235,35 @@ def _put(
         tl.store(x_at + (row * cells + cell) * CHANNELS + channel, y, mask=real)
         if MOMENTS:
             _note(y, real, moments_at + (row * cells + cell) * 2, row < images, CHANNELS)
+
+
+@triton.jit(do_not_specialize=["cells"])
+def _record(
+    x_at,
+    y_at,
+    delta_at,
+    bias_at,
+    gate_at,
+    gate_row,
+    added_at,
+    cells,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, cell = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    channel = by_fours(BLOCK)
+    real = channel < CHANNELS
+    at = (row * cells + cell) * CHANNELS + channel
+    x = tl.load(x_at + at, mask=real, other=0.0)
+    y = tl.load(y_at + at, mask=real, other=0.0)
+    if PARTS:
+        by = tl.num_programs(1).to(tl.int64) * cells * CHANNELS
+        y += gated(delta_at, bias_at, gate_at + row * gate_row, at, by, channel, real, PARTS, BIAS, GATE)
+    tl.store(x_at + at, y, mask=real)
+    tl.store(added_at + at, (y - x).to(added_at.dtype.element_ty), mask=real)
 
 
 @triton.jit

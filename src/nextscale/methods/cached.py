@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nextscale.kernels.lens import Filled
-from nextscale.kernels.restore import MODES, fused_restore, puts
+from nextscale.kernels.restore import MODES, fused_record, fused_restore, puts
 from nextscale.methods.base import Context, Group, Policy, Stats
 from nextscale.methods.selection import Selection, gather, scatter
 from nextscale.models.stream import Stream
@@ -66,18 +66,23 @@ class CachedPolicy(Policy):
     def fill_stream(
         self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, stats: Stats
     ) -> Tensor:
-        cache, rows, grid = self.memory["added", layer, group], stats.rows, stats.scale.grid
-        newest = cache.newest(rows)
-        fuses = self.fills_plainly and self.kind == "residual" and self.restore_mode in MODES and puts(x)
-        if chosen is None or newest is None or not fuses:
+        if self.kind != "residual" or not self.fills_plainly or not puts(x):
             return super().fill_stream(layer, group, x, chosen, stream, stats)
-        records = self.records(stats.scale)
-        new = cache.place(rows, grid, x, self.context.dtype) if records else None
-        lens, grids, mode = stats.fast_lens, (newest.grid, grid), self.restore_mode
-        moments = None if lens is None else lens.moments(x, chosen)
-        filled = fused_restore(x, newest.maps, grids, mode, chosen, stream, new, moments)
-        if lens is not None and moments is not None:
-            lens.filled = Filled(filled, chosen, newest.maps, grids, mode)
+        cache, rows, grid = self.memory["added", layer, group], stats.rows, stats.scale.grid
+        newest, lens = cache.newest(rows), stats.fast_lens
+        new = cache.place(rows, grid, x, self.context.dtype) if self.records(stats.scale) else None
+        if chosen is None and new is not None:
+            if lens is not None:
+                lens.forget()  # x will not be what it saw
+            filled = fused_record(x, stream, new)
+        elif chosen is not None and newest is not None and self.restore_mode in MODES:
+            grids, mode = (newest.grid, grid), self.restore_mode
+            moments = None if lens is None else lens.moments(x, chosen)
+            filled = fused_restore(x, newest.maps, grids, mode, chosen, stream, new, moments)
+            if lens is not None and moments is not None:
+                lens.filled = Filled(filled, chosen, newest.maps, grids, mode)
+        else:
+            return super().fill_stream(layer, group, x, chosen, stream, stats)
         if new is not None:
             cache.store(rows, grid, new)
         return filled
