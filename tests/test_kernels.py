@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from nextscale.kernels.fp8 import FP8Linear, round_rows
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.keys import stores
 from nextscale.kernels.lens import BitHead, Filled, Lens, Look, fused_lens, looks
+from nextscale.kernels.maps import takes as maps_taken
 from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.norm import group_norm, join
 from nextscale.kernels.restore import fused_put, fused_record, fused_restore
@@ -32,6 +34,8 @@ from nextscale.models.infinity import InfinityState
 from nextscale.models.layers import SelfAttention
 from nextscale.models.stream import Stream
 from nextscale.sampling import keep_top
+from nextscale.schedule import Scale
+from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
 
 gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 on_both = pytest.mark.parametrize("device", ["cpu", gpu])
@@ -418,6 +422,27 @@ def test_an_exact_linear_layer(device: str, tokens: int, channels: int, outputs:
     found = linear_exact(x, layer)
     assert off(found, exact) < 2e-6
     assert torch.equal(found[:1], linear_exact(x[:1], layer)) or device == "cpu"
+
+
+@on_both
+@torch.no_grad()
+@pytest.mark.parametrize("patchify", [False, True])
+@pytest.mark.parametrize("grid", [(1, 1), (2, 3), (5, 4), (8, 6)])
+def test_codes_go_into_a_map_and_out_of_it(device: str, patchify: bool, grid) -> None:
+    torch.manual_seed(0)
+    shape = BSQConfig(5, channels=32, multipliers=(1, 1), residual_blocks=1, patchify=patchify)
+    tokenizer, (h, w) = BSQTokenizer(shape), (8, 6)
+    scale, p = Scale(0, *grid, 0), tokenizer.patch
+    features = torch.randn(2, 5, h * p, w * p, device=device)
+    codes = torch.randn(2, scale.tokens, 5 * p * p, device=device)
+    maps = F.pixel_shuffle(codes.double().transpose(1, 2).unflatten(2, grid), p)
+    exact = features.double() + F.interpolate(maps, size=features.shape[2:], mode="bilinear")
+    small = F.interpolate(features.double(), size=(grid[0] * p, grid[1] * p), mode="bilinear")
+    schedule = SimpleNamespace(last=(h, w))
+    assert off(tokenizer.add(features, codes, scale, schedule), exact) < 1e-6
+    found = tokenizer.inputs(features, scale)
+    assert off(found, F.pixel_unshuffle(small, p).flatten(2).transpose(1, 2)) < 1e-6
+    assert maps_taken(features) == (device == "cuda")
 
 
 @on_both

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 try:
-    from nextscale.kernels.lens_triton import fused_lens, fused_lens_of_filled
+    from nextscale.kernels.lens_triton import fused_head, fused_lens, fused_lens_of_filled
 except ImportError:  # a CPU build of torch comes without Triton
-    fused_lens, fused_lens_of_filled = None, None  # type: ignore[assignment]
+    fused_head = fused_lens = fused_lens_of_filled = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Selection
@@ -36,6 +36,8 @@ class BitHead(NamedTuple):
     @classmethod
     def of(cls, head: nn.Linear, scale: Tensor, shift: Tensor, eps: float) -> BitHead:
         """`head` gives [d, 2] logits; scale and shift are [B, C]."""
+        if fused_head is not None and head.weight.is_cuda and head.weight.dtype == scale.dtype == torch.float32:
+            return cls(*fused_head(head.weight, head.bias, scale, shift), eps)
         weight = head.weight.unflatten(0, (-1, 2)).diff(dim=1)[:, 0].t()  # [C, d]
         factor = (1 + scale)[..., None] * weight
         term = shift @ weight + head.bias.unflatten(0, (-1, 2)).diff(dim=1)[:, 0]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.restore_triton import between, nearest
+from nextscale.kernels.resize_triton import between, nearest
 
 if TYPE_CHECKING:
     from nextscale.kernels.lens import BitHead, Filled, Look
@@ -19,6 +19,17 @@ TOKENS, STEP = 64, 64  # tokens and channels that a program holds at once
 PROGRAMS = 300  # that run at once on a large GPU
 MOST = 8  # parts
 FEW = 8  # tokens of a program that puts the parts together
+
+
+def fused_head(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Factor, total and term of a `BitHead`."""
+    images, channels = scale.shape
+    bits = len(weight) // 2
+    factor = torch.empty(images, channels, bits, dtype=torch.float32, device=scale.device)
+    total, term = (torch.empty(images, bits, dtype=torch.float32, device=scale.device) for _ in range(2))
+    scale, shift = scale.contiguous(), shift.contiguous()
+    _head[(bits, images)](weight, bias, scale, shift, factor, total, term, channels, BLOCK=1024, num_warps=4)
+    return factor, total, term
 
 
 def fused_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, ...]:
@@ -126,6 +137,27 @@ def _parts(tokens: int, channels: int) -> int:
 
 def _share(head: BitHead, unit: str) -> float:
     return 1 / head.total.shape[1] if unit == "bit" else 1.0
+
+
+@triton.jit
+def _head(weight_at, bias_at, scale_at, shift_at, factor_at, total_at, term_at, channels, BLOCK: tl.constexpr):
+    """A program takes a bit: the difference of its two logits."""
+    bit, image = tl.program_id(0), tl.program_id(1)
+    bits = tl.num_programs(0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    term = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, channels, BLOCK):
+        channel = start + tl.arange(0, BLOCK)
+        real = channel < channels
+        one = tl.load(weight_at + (2 * bit + 1) * channels + channel, mask=real, other=0.0)
+        weight = one - tl.load(weight_at + 2 * bit * channels + channel, mask=real, other=0.0)
+        factor = (1 + tl.load(scale_at + image * channels + channel, mask=real, other=0.0)) * weight
+        tl.store(factor_at + (image * channels + channel) * bits + bit, factor, mask=real)
+        total += factor
+        term += weight * tl.load(shift_at + image * channels + channel, mask=real, other=0.0)
+    rest = tl.load(bias_at + 2 * bit + 1) - tl.load(bias_at + 2 * bit)
+    tl.store(total_at + image * bits + bit, tl.sum(total, 0))
+    tl.store(term_at + image * bits + bit, tl.sum(term, 0) + rest)
 
 
 @triton.jit(do_not_specialize=["tokens"])

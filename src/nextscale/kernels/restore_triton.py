@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nextscale.kernels.modulate_triton import by_fours, gated, pending, total
+from nextscale.kernels.resize_triton import between, nearest
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Selection
@@ -120,23 +121,6 @@ def _slots(index_at, count_at, slot_at, slots, cells, BLOCK: tl.constexpr):
     real = slot < tl.load(count_at + row)
     cell = tl.load(index_at + row * slots + slot, mask=real & (slot < slots), other=0)
     tl.store(slot_at + row * cells + cell, slot, mask=real & (slot < slots))
-
-
-@triton.jit
-def between(cell, h, w, width, by_row, by_column):
-    """The four cells of the old grid whose centres lie around a cell's, and how far it is from the first of them."""
-    r = tl.maximum((cell // width + 0.5) * by_row - 0.5, 0.0)
-    c = tl.maximum((cell % width + 0.5) * by_column - 0.5, 0.0)
-    r0, c0 = tl.minimum(r.to(tl.int32), h - 1), tl.minimum(c.to(tl.int32), w - 1)
-    r1, c1 = tl.minimum(r0 + 1, h - 1), tl.minimum(c0 + 1, w - 1)
-    return r0 * w + c0, r0 * w + c1, r1 * w + c0, r1 * w + c1, r - r0, c - c0
-
-
-@triton.jit
-def nearest(cell, h, w, width, by_row, by_column):
-    """The cell of the old grid that a cell lies in."""
-    r = tl.minimum((cell // width * by_row).to(tl.int32), h - 1)
-    return r * w + tl.minimum((cell % width * by_column).to(tl.int32), w - 1)
 
 
 @triton.jit(do_not_specialize=["images", "cells", "h", "w", "width", "slots"])

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
+from nextscale.kernels.maps import fused_add, fused_inputs, takes
 from nextscale.schedule import Grid, Scale, Schedule
 from nextscale.tokenizers.autoencoder import Decoder, Encoder
 from nextscale.tokenizers.base import ImageTokenizer
@@ -69,7 +70,14 @@ class BSQTokenizer(ImageTokenizer):
     def increment(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
         return resize(self.to_map(codes, scale.grid), self.latent(schedule.last))
 
+    def add(self, features: Tensor, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
+        if takes(features):
+            return fused_add(features, codes, scale.grid, self.patch)
+        return super().add(features, codes, scale, schedule)
+
     def inputs(self, features: Tensor, scale: Scale) -> Tensor:
+        if takes(features):
+            return fused_inputs(features, scale.grid, self.patch)
         return self.from_map(resize(features, self.latent(scale.grid)))
 
     def analyse(self, images: Tensor) -> Tensor:
