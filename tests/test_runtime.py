@@ -241,6 +241,7 @@ CAPTURED = {
     "nova": NOVA(t_est=2, alpha=0.0),
     "nova, early": NOVA(t_est=2, alpha=10, tau=2.0),
     "nova, bits": NOVA(t_est=2, alpha=10, unit="bit", entropy_of="guided", cache="feature", uncomputed="nothing"),
+    "nova, zero": NOVA(t_est=2, alpha=10, cache="zero"),
     "nova, once": NOVA(t_est=2, alpha=10, layer_linkage=False, probe="previous", uncomputed="nothing", cache="zero"),
     "nova, previous": NOVA(t_est=2, alpha=10, probe="previous", probe_from_layer=2),
     "nova, random": NOVA(t_est=2, alpha=10, metric="random"),
