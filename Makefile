@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format test-gpu bench-load clean
+.PHONY: demo test lint format test-gpu test-kernels bench-load clean
 
 # The stamp is newer than what it was made from, or the environment is made again.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -29,6 +29,11 @@ format: $(VENV)/.ready
 # On a machine with a GPU whose python3 already has the dependencies (no virtual environment is made).
 test-gpu:
 	PYTHONPATH=$(CURDIR)/src $(PYTHON) -m pytest -m "gpu or not gpu"
+
+# Triton's kernels without a GPU. Triton lies apart: a CPU build of torch comes without it.
+test-kernels: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/triton triton
+	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest tests/test_interpreted.py
 
 bench-load: $(VENV)/.ready
 	$(BIN)/python benchmarks/loading.py

@@ -51,13 +51,20 @@ def tiny_var(seed: int = 0, shared_modulation: bool = False, cosine_attention: b
     return _pipeline("tiny-var", backbone, tokenizer, Defaults(3.0, top_k=20), None, seed)
 
 
-def tiny_infinity(seed: int = 0, patchify: bool = False, text_dim: int = 128) -> Pipeline:
+def tiny_infinity(seed: int = 0, patchify: bool = False, text_dim: int = 128, width: int = 32) -> Pipeline:
     """10 scales up to 32 x 32 tokens; prompts are given as `prompt_embeds` of width `text_dim`."""
     tokenizer = BSQTokenizer(
         BSQConfig(code_dim=4, channels=32, multipliers=(1, 1), residual_blocks=1, patchify=patchify)
     )
     config = InfinityConfig(
-        depth=4, width=32, heads=2, bits=tokenizer.bits, hidden=64, text_dim=text_dim, text_length=16, pool_heads=2
+        depth=4,
+        width=width,
+        heads=2,
+        bits=tokenizer.bits,
+        hidden=64,
+        text_dim=text_dim,
+        text_length=16,
+        pool_heads=2,
     )
     return _pipeline("tiny-infinity", Infinity(config), tokenizer, Defaults(3.0, top_p=0.97), "0.25M", seed)
 

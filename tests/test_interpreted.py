@@ -1,0 +1,64 @@
+"""Whole runs with Triton's kernels on the CPU, in Triton's interpreter (`make test-kernels`, some minutes).
+
+Of the kernels that a run in float32 uses; those in 16 bits need a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from conftest import ask
+from nextscale import NOVA
+from nextscale.kernels import lens
+from nextscale.testing import tiny_infinity
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels run on the CPU with TRITON_INTERPRET=1 only", allow_module_level=True)
+
+METHODS = {
+    "none": None,
+    "nova": NOVA(t_est=2, alpha=10, max_layer_keep=0.3),
+    "nova, zero": NOVA(t_est=2, alpha=10, max_layer_keep=0.3, cache="zero"),
+    "nova, nearest": NOVA(t_est=4, alpha=10, restore_mode="nearest"),
+}
+# Where somebody asks whether a kernel takes a tensor: each of them would say no on a CPU.
+ASKED = (
+    "nextscale.methods.base.puts",
+    "nextscale.methods.cached.puts",
+    "nextscale.methods.selection.selects",
+    "nextscale.methods.linkage.selects",
+    "nextscale.runtime.eager.looks",
+    "nextscale.kernels.modulate.fuses",
+    "nextscale.models.stream.fuses",
+    "nextscale.kernels.exact.takes",
+    "nextscale.guidance.takes",
+    "nextscale.sampling.takes",
+    "nextscale.entropy.takes",
+    "nextscale.tokenizers.bsq.takes",
+)
+
+
+def kept(out) -> list:
+    return [[e["kept"] for e in s["layers"]] for i in out.trace.to_dict()["images"] for s in i["scales"]]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("patchify", [False, True], ids=["cells", "patches"])
+def test_kernels_give_the_tokens_of_torch(name: str, patchify: bool, monkeypatch) -> None:
+    pipe, method = tiny_infinity(patchify=patchify, width=64), METHODS[name]
+    expected = ask(pipe, method=method, output_type="latent")
+    for place in ASKED:
+        monkeypatch.setattr(place, lambda *given: not torch.is_grad_enabled())
+
+    def head(cls, layer, scale, shift, eps):
+        return cls(*lens.fused_head(layer.weight, layer.bias, scale, shift), eps)
+
+    monkeypatch.setattr(lens.BitHead, "of", classmethod(head))
+    found = ask(pipe, method=method, output_type="latent")
+    assert all(map(torch.equal, found.tokens, expected.tokens))
+    assert kept(found) == kept(expected)
+    assert torch.allclose(found.images, expected.images, atol=1e-5)
