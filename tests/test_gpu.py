@@ -88,6 +88,22 @@ def test_graphs_give_the_tokens_of_eager(make) -> None:
     assert other.executor.program.shelves, "something was captured"
 
 
+@pytest.mark.parametrize("patchify", [False, True], ids=["cells", "patches"])
+@pytest.mark.parametrize("name", ["nova", "nova, zero", "nova, early"])
+def test_kernels_keep_what_the_cpu_keeps(name: str, patchify: bool) -> None:
+    """Wide enough for the lens to have a kernel; greedy, because a GPU draws other numbers."""
+    asked = {"method": CAPTURED[name], "greedy": True}
+    expected = ask(tiny_infinity(patchify=patchify, width=64), 2, **asked)
+    pipe = tiny_infinity(patchify=patchify, width=64).to("cuda")
+    for runtime in ("eager", "graphs", "graphs"):
+        if runtime != pipe.executor.name:
+            pipe.executor = make_executor(runtime, pipe.device)
+        found = ask(pipe, 2, **asked)
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(expected.tokens, found.tokens, strict=True))
+        for there, here in zip(found.trace.to_dict()["images"], expected.trace.to_dict()["images"], strict=True):
+            assert there["tokens_computed"] == here["tokens_computed"]
+
+
 def test_graphs_read_the_prompts_of_the_call_at_work() -> None:
     """In bfloat16, where our kernels run: prompts of other lengths than those that were captured."""
     pipe = Pipeline.from_pretrained(device="cuda", dtype="bfloat16", progress_bar=False)
