@@ -5,6 +5,7 @@ Of the kernels that a run in float32 uses; those in 16 bits need a GPU.
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -42,6 +43,22 @@ ASKED = (
 )
 
 
+# Who must have been at work then, by method.
+USED = {
+    "nextscale.sampling.fused_draw": METHODS,
+    "nextscale.guidance.fused_combine": METHODS,
+    "nextscale.kernels.exact.fused_linear": METHODS,
+    "nextscale.tokenizers.bsq.fused_add": METHODS,
+    "nextscale.tokenizers.bsq.fused_inputs": METHODS,
+    "nextscale.entropy.fused_entropy": ("nova", "nova, zero", "nova, nearest"),
+    "nextscale.kernels.lens.fused_lens": ("nova", "nova, zero", "nova, nearest"),
+    "nextscale.kernels.lens.fused_lens_of_filled": ("nova", "nova, zero", "nova, nearest"),
+    "nextscale.methods.cached.fused_restore": ("nova", "nova, nearest"),
+    "nextscale.methods.cached.fused_record": ("nova", "nova, nearest"),
+    "nextscale.methods.base.fused_put": ("nova, zero",),
+}
+
+
 def kept(out) -> list:
     return [[e["kept"] for e in s["layers"]] for i in out.trace.to_dict()["images"] for s in i["scales"]]
 
@@ -58,7 +75,20 @@ def test_kernels_give_the_tokens_of_torch(name: str, patchify: bool, monkeypatch
         return cls(*lens.fused_head(layer.weight, layer.bias, scale, shift), eps)
 
     monkeypatch.setattr(lens.BitHead, "of", classmethod(head))
+    worked = set()
+
+    def counted(place: str, function):
+        def call(*given, **named):
+            worked.add(place)
+            return function(*given, **named)
+
+        return call
+
+    for place in USED:
+        module, function = place.rsplit(".", 1)
+        monkeypatch.setattr(place, counted(place, getattr(importlib.import_module(module), function)))
     found = ask(pipe, method=method, output_type="latent")
+    assert worked == {place for place, methods in USED.items() if name in methods}
     assert all(map(torch.equal, found.tokens, expected.tokens))
     assert kept(found) == kept(expected)
     assert torch.allclose(found.images, expected.images, atol=1e-5)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 try:
-    from nextscale.kernels.lens_triton import fused_head, fused_lens, fused_lens_of_filled
+    from nextscale.kernels.filled_lens_triton import fused_lens_of_filled
+    from nextscale.kernels.lens_triton import fused_head, fused_lens
 except ImportError:  # a CPU build of torch comes without Triton
     fused_head = fused_lens = fused_lens_of_filled = None  # type: ignore[assignment]
 

@@ -9,10 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.resize_triton import between, nearest
-
 if TYPE_CHECKING:
-    from nextscale.kernels.lens import BitHead, Filled, Look
+    from nextscale.kernels.lens import BitHead
 
 
 TOKENS, STEP = 64, 64  # tokens and channels that a program holds at once
@@ -35,14 +33,14 @@ def fused_head(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tu
 def fused_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, ...]:
     """Of the tokens x [B, N, C] what a `Look` holds; entropy is a sum over bits or their mean."""
     images, tokens, channels = x.shape
-    sizes, width = _sizes(head)
-    parts = _parts(tokens, channels)
+    sizes, width = sizes_of(head)
+    parts = parts_of(tokens, channels)
     sums = torch.empty(parts, images, tokens, width + 16, dtype=torch.float32, device=x.device)
     entropy, products, moments = (
         torch.empty(images, tokens, *n, dtype=torch.float32, device=x.device) for n in ((), (width,), (2,))
     )
     _sums[(triton.cdiv(tokens, TOKENS), parts, images)](
-        x, head.factor, sums, tokens, channels, channels // parts, *x.stride()[:2], **sizes, **_BLOCKS
+        x, head.factor, sums, tokens, channels, channels // parts, *x.stride()[:2], **sizes, **BLOCKS
     )
     _entropy[(triton.cdiv(tokens, FEW), images)](
         sums,
@@ -54,7 +52,7 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, ...]:
         tokens,
         channels,
         head.eps,
-        _share(head, unit),
+        share_of(head, unit),
         **sizes,
         TOKENS=FEW,
         PARTS=parts,
@@ -63,70 +61,16 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, ...]:
     return entropy, products, moments
 
 
-def fused_lens_of_filled(filled: Filled, look: Look, head: BitHead, unit: str) -> None:
-    """The same of a state whose holes were filled, from the look at what it was before, which becomes the new one. Its
-    moments are already those of now."""
-    x, (images, tokens), channels = filled.x, look.entropy.shape, filled.x.shape[2]
-    (h, w), (height, wide) = filled.grids
-    cached = x if filled.cached is None else filled.cached.contiguous()
-    slots = filled.chosen.index.shape[1]
-    sizes, width = _sizes(head)
-    # Not by the slots: what a picture gives must not depend on the room that others needed.
-    parts = _parts(h * w or tokens, channels)
-    sums = torch.empty(parts, images, h * w + slots, width, dtype=torch.float32, device=x.device)
-    kept = triton.cdiv(slots, TOKENS)
-    assert filled.chosen.slot is not None
-    _sums_of_filled[(kept + triton.cdiv(h * w, TOKENS), parts, images)](
-        x,
-        filled.chosen.index,
-        filled.chosen.count,
-        cached,
-        head.factor,
-        sums,
-        tokens,
-        slots,
-        h * w,
-        kept,
-        channels // parts,
-        CHANNELS=channels,
-        EXACT=cached.dtype == torch.float32,
-        **sizes,
-        **_BLOCKS,
-    )
-    _entropy_of_filled[(triton.cdiv(tokens, FEW), images)](
-        sums,
-        *look,
-        filled.chosen.slot,
-        head.total,
-        head.term,
-        tokens,
-        slots,
-        h,
-        w,
-        wide,
-        h / max(height, 1),
-        w / max(wide, 1),
-        head.eps,
-        _share(head, unit),
-        FILLED=filled.cached is not None,
-        BILINEAR=filled.mode == "bilinear",
-        **sizes,
-        TOKENS=FEW,
-        PARTS=parts,
-        num_warps=4,
-    )
+BLOCKS = {"TOKENS": TOKENS, "STEP": STEP, "num_warps": 4, "num_stages": 3}
 
 
-_BLOCKS = {"TOKENS": TOKENS, "STEP": STEP, "num_warps": 4, "num_stages": 3}
-
-
-def _sizes(head: BitHead) -> tuple[dict[str, int], int]:
+def sizes_of(head: BitHead) -> tuple[dict[str, int], int]:
     bits = head.total.shape[1]
     block = max(triton.next_power_of_2(bits), 16)
     return {"BITS": bits, "BLOCK_BITS": block}, block
 
 
-def _parts(tokens: int, channels: int) -> int:
+def parts_of(tokens: int, channels: int) -> int:
     """Not by the number of images: a batch must give exactly what its images give."""
     parts = 1
     groups = triton.cdiv(tokens, TOKENS)
@@ -135,7 +79,7 @@ def _parts(tokens: int, channels: int) -> int:
     return parts
 
 
-def _share(head: BitHead, unit: str) -> float:
+def share_of(head: BitHead, unit: str) -> float:
     return 1 / head.total.shape[1] if unit == "bit" else 1.0
 
 
@@ -202,71 +146,6 @@ def _sums(
     tl.store(to + BLOCK_BITS + 1, tl.sum(squares, 1), mask=real)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "olds", "kept"])
-def _sums_of_filled(
-    x_at,
-    index_at,
-    count_at,
-    cached_at,
-    factor_at,
-    sums_at,
-    tokens,
-    slots,
-    olds,
-    kept,
-    each,
-    CHANNELS: tl.constexpr,
-    EXACT: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_BITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Products of the kept tokens' new states, and of what the others received, before it was enlarged: that is linear,
-    so it may be done afterwards, with fewer numbers."""
-    group, part, image = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    bit = tl.arange(0, BLOCK_BITS)
-    known = bit < BITS
-    channel = part * each + tl.arange(0, STEP)
-    factor_place = factor_at + image * CHANNELS * BITS + channel[:, None] * BITS + bit[None, :]
-    products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
-    to = sums_at + (part * tl.num_programs(2) + image) * (olds + slots) * BLOCK_BITS
-    if group < kept:
-        slot = group * TOKENS + tl.arange(0, TOKENS)
-        count = tl.minimum(tl.load(count_at + image).to(tl.int32), slots)
-        if group * TOKENS < count:
-            real = slot < count
-            token = tl.load(index_at + image * slots + slot, mask=real, other=0)
-            place = x_at + (image * tokens + token[:, None]) * CHANNELS + channel[None, :]
-            for _ in tl.range(0, each, STEP):
-                x = tl.load(place, mask=real[:, None], other=0.0)
-                factor = tl.load(factor_place, mask=known[None, :], other=0.0)
-                products = tl.dot(x, factor, products, input_precision="tf32x3")
-                place += STEP
-                factor_place += STEP * BITS
-            tl.store(to + (olds + slot[:, None]) * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
-    else:
-        old = (group - kept) * TOKENS + tl.arange(0, TOKENS)
-        real = old < olds
-        place = cached_at + (image * olds + old[:, None]) * CHANNELS + channel[None, :]
-        for _ in tl.range(0, each, STEP):
-            x = tl.load(place, mask=real[:, None], other=0.0)
-            factor = tl.load(factor_place, mask=known[None, :], other=0.0)
-            if EXACT:
-                products = tl.dot(x, factor, products, input_precision="tf32x3")
-            else:  # three numbers of x's kind have the digits of one in float32
-                first = factor.to(x.dtype)
-                rest = factor - first.to(tl.float32)
-                second = rest.to(x.dtype)
-                third = (rest - second.to(tl.float32)).to(x.dtype)
-                products = tl.dot(x, first, products)
-                products = tl.dot(x, second, products)
-                products = tl.dot(x, third, products)
-            place += STEP
-            factor_place += STEP * BITS
-        tl.store(to + old[:, None] * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _entropy(
     sums_at,
@@ -303,69 +182,12 @@ def _entropy(
     tl.store(moments_at + here * 2, mean, mask=real)
     tl.store(moments_at + here * 2 + 1, variance, mask=real)
     tl.store(products_at + here[:, None] * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
-    entropy = _of_bits(products, mean, deviation, total_at + image * BITS, term_at + image * BITS, BITS, BLOCK_BITS)
+    entropy = of_bits(products, mean, deviation, total_at + image * BITS, term_at + image * BITS, BITS, BLOCK_BITS)
     tl.store(entropy_at + here, entropy * by, mask=real)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "h", "w", "width"])
-def _entropy_of_filled(
-    sums_at,
-    entropy_at,
-    products_at,
-    moments_at,
-    slot_at,
-    total_at,
-    term_at,
-    tokens,
-    slots,
-    h,
-    w,
-    width,
-    by_row,
-    by_column,
-    eps,
-    by,
-    FILLED: tl.constexpr,
-    BILINEAR: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_BITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    image = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    real = token < tokens
-    bit = tl.arange(0, BLOCK_BITS)[None, :]
-    here = image * tokens + token
-    slot = tl.load(slot_at + here, mask=real, other=0)
-    hole = real & (slot < 0)
-    kept = real & (slot >= 0)
-    products = tl.load(products_at + here[:, None] * BLOCK_BITS + bit, mask=hole[:, None], other=0.0)
-    changed = real if FILLED else kept
-    olds = h * w
-    for part in tl.static_range(PARTS):
-        sums = sums_at + (part * tl.num_programs(1) + image) * (olds + slots) * BLOCK_BITS + bit
-        products += tl.load(sums + (olds + slot)[:, None] * BLOCK_BITS, mask=kept[:, None], other=0.0)
-        if FILLED and BILINEAR:
-            nw, ne, sw, se, fr, fc = between(token, h, w, width, by_row, by_column)
-            a = tl.load(sums + nw[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
-            b = tl.load(sums + ne[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
-            d = tl.load(sums + sw[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
-            e = tl.load(sums + se[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
-            fr, fc = fr[:, None], fc[:, None]
-            products += (1 - fr) * ((1 - fc) * a + fc * b) + fr * ((1 - fc) * d + fc * e)
-        elif FILLED:
-            old = nearest(token, h, w, width, by_row, by_column)
-            products += tl.load(sums + old[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
-    tl.store(products_at + here[:, None] * BLOCK_BITS + bit, products, mask=changed[:, None])
-    mean = tl.load(moments_at + here * 2, mask=real, other=0.0)
-    deviation = tl.sqrt(tl.load(moments_at + here * 2 + 1, mask=real, other=0.0) + eps)
-    entropy = _of_bits(products, mean, deviation, total_at + image * BITS, term_at + image * BITS, BITS, BLOCK_BITS)
-    tl.store(entropy_at + here, entropy * by, mask=changed)
-
-
 @triton.jit
-def _of_bits(products, mean, deviation, total_at, term_at, BITS: tl.constexpr, BLOCK_BITS: tl.constexpr):
+def of_bits(products, mean, deviation, total_at, term_at, BITS: tl.constexpr, BLOCK_BITS: tl.constexpr):
     """The entropy of tokens, a sum over bits."""
     bit = tl.arange(0, BLOCK_BITS)
     known = bit < BITS

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.resize_triton import between
+from nextscale.kernels.resize_triton import between, mixed
 
 if TYPE_CHECKING:
     from nextscale.schedule import Grid
@@ -75,12 +75,6 @@ def _in_tokens(y, x, w, channel, CHANNELS: tl.constexpr, PATCH: tl.constexpr):
     return token[:, None] * (CHANNELS * PATCH * PATCH) + channel[None, :] * (PATCH * PATCH) + inside[:, None]
 
 
-@triton.jit
-def _mixed(nw, ne, sw, se, fr, fc):
-    fr, fc = fr[:, None], fc[:, None]
-    return (1 - fr) * ((1 - fc) * nw + fc * ne) + fr * ((1 - fc) * sw + fc * se)
-
-
 @triton.jit(do_not_specialize=["h", "w", "height", "width"])
 def _add(
     features_at,
@@ -108,7 +102,8 @@ def _add(
     d = tl.load(codes + _in_tokens(sw // w, sw % w, w, channel, CHANNELS, PATCH), mask=real, other=0.0)
     e = tl.load(codes + _in_tokens(se // w, se % w, w, channel, CHANNELS, PATCH), mask=real, other=0.0)
     at = (picture * CHANNELS + channel)[None, :] * (height * width) + cell[:, None]
-    tl.store(out_at + at, tl.load(features_at + at, mask=real, other=0.0) + _mixed(a, b, d, e, fr, fc), mask=real)
+    new = mixed(a, b, d, e, fr[:, None], fc[:, None])
+    tl.store(out_at + at, tl.load(features_at + at, mask=real, other=0.0) + new, mask=real)
 
 
 @triton.jit(do_not_specialize=["h", "w", "height", "width"])
@@ -137,4 +132,4 @@ def _inputs(
     d = tl.load(planes + sw[:, None], mask=real, other=0.0)
     e = tl.load(planes + se[:, None], mask=real, other=0.0)
     to = out_at + picture * h * w * CHANNELS + _in_tokens(cell // w, cell % w, w, channel, CHANNELS, PATCH)
-    tl.store(to, _mixed(a, b, d, e, fr, fc), mask=real)
+    tl.store(to, mixed(a, b, d, e, fr[:, None], fc[:, None]), mask=real)

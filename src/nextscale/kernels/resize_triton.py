@@ -21,3 +21,9 @@ def nearest(cell, h, w, width, by_row, by_column):
     """The cell of the old grid that a cell lies in."""
     r = tl.minimum((cell // width * by_row).to(tl.int32), h - 1)
     return r * w + tl.minimum((cell % width * by_column).to(tl.int32), w - 1)
+
+
+@triton.jit
+def mixed(nw, ne, sw, se, fr, fc):
+    """What lies between four cells, so far from the first of them."""
+    return (1 - fr) * ((1 - fc) * nw + fc * ne) + fr * ((1 - fc) * sw + fc * se)

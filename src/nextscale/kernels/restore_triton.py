@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nextscale.kernels.modulate_triton import by_fours, gated, pending, total
-from nextscale.kernels.resize_triton import between, nearest
+from nextscale.kernels.resize_triton import between, mixed, nearest
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Selection
@@ -159,11 +159,8 @@ def _restore(
     at = (row * cells + cell) * CHANNELS + channel
     x = tl.load(x_at + at, mask=real, other=0.0)
     if slot >= 0:
-        mine = (row * slots + slot) * CHANNELS + channel
-        y = tl.load(y_at + mine, mask=real, other=0.0)
-        if PARTS:
-            by = tl.num_programs(1).to(tl.int64) * slots * CHANNELS
-            y += gated(delta_at, bias_at, gate_at + row * gate_row, mine, by, channel, real, PARTS, BIAS, GATE)
+        gate = gate_at + row * gate_row
+        y = _output(y_at, delta_at, bias_at, gate, row, slot, slots, channel, real, CHANNELS, PARTS, BIAS, GATE)
         added = y - x
     else:
         base = cached_at + row * h * w * CHANNELS + channel
@@ -173,7 +170,7 @@ def _restore(
             b = tl.load(base + ne * CHANNELS, mask=real, other=0.0).to(tl.float32)
             d = tl.load(base + sw * CHANNELS, mask=real, other=0.0).to(tl.float32)
             e = tl.load(base + se * CHANNELS, mask=real, other=0.0).to(tl.float32)
-            added = (1 - fr) * ((1 - fc) * a + fc * b) + fr * ((1 - fc) * d + fc * e)
+            added = mixed(a, b, d, e, fr, fc)
         else:
             at_old = nearest(cell, h, w, width, by_row, by_column) * CHANNELS
             added = tl.load(base + at_old, mask=real, other=0.0).to(tl.float32)
@@ -211,11 +208,8 @@ def _put(
         channel = by_fours(BLOCK)
         real = channel < CHANNELS
         cell = tl.load(index_at + row * slots + slot)
-        mine = (row * slots + slot) * CHANNELS + channel
-        y = tl.load(y_at + mine, mask=real, other=0.0)
-        if PARTS:
-            by = tl.num_programs(1).to(tl.int64) * slots * CHANNELS
-            y += gated(delta_at, bias_at, gate_at + row * gate_row, mine, by, channel, real, PARTS, BIAS, GATE)
+        gate = gate_at + row * gate_row
+        y = _output(y_at, delta_at, bias_at, gate, row, slot, slots, channel, real, CHANNELS, PARTS, BIAS, GATE)
         tl.store(x_at + (row * cells + cell) * CHANNELS + channel, y, mask=real)
         if MOMENTS:
             _note(y, real, moments_at + (row * cells + cell) * 2, row < images, CHANNELS)
@@ -242,12 +236,35 @@ def _record(
     real = channel < CHANNELS
     at = (row * cells + cell) * CHANNELS + channel
     x = tl.load(x_at + at, mask=real, other=0.0)
-    y = tl.load(y_at + at, mask=real, other=0.0)
-    if PARTS:
-        by = tl.num_programs(1).to(tl.int64) * cells * CHANNELS
-        y += gated(delta_at, bias_at, gate_at + row * gate_row, at, by, channel, real, PARTS, BIAS, GATE)
+    gate = gate_at + row * gate_row
+    y = _output(y_at, delta_at, bias_at, gate, row, cell, cells, channel, real, CHANNELS, PARTS, BIAS, GATE)
     tl.store(x_at + at, y, mask=real)
     tl.store(added_at + at, (y - x).to(added_at.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _output(
+    y_at,
+    delta_at,
+    bias_at,
+    gate_at,
+    row,
+    slot,
+    slots,
+    channel,
+    real,
+    CHANNELS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """Of a slot: the stream's sum so far, and what is still to be added to it."""
+    at = (row * slots + slot) * CHANNELS + channel
+    y = tl.load(y_at + at, mask=real, other=0.0)
+    if PARTS:
+        by = tl.num_programs(1).to(tl.int64) * slots * CHANNELS
+        y += gated(delta_at, bias_at, gate_at, at, by, channel, real, PARTS, BIAS, GATE)
+    return y
 
 
 @triton.jit

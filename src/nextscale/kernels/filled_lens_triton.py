@@ -1,0 +1,193 @@
+"""The lens on a state that it saw before some of its tokens were changed.
+
+Kept tokens are looked at again. Holes have the products that they had, and those of what they received."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from nextscale.kernels.lens_triton import BLOCKS, FEW, TOKENS, of_bits, parts_of, share_of, sizes_of
+from nextscale.kernels.resize_triton import between, mixed, nearest
+
+if TYPE_CHECKING:
+    from nextscale.kernels.lens import BitHead, Filled, Look
+
+
+def fused_lens_of_filled(filled: Filled, look: Look, head: BitHead, unit: str) -> None:
+    """The same of a state whose holes were filled, from the look at what it was before, which becomes the new one. Its
+    moments are already those of now."""
+    x, (images, tokens), channels = filled.x, look.entropy.shape, filled.x.shape[2]
+    (h, w), (height, wide) = filled.grids
+    cached = x if filled.cached is None else filled.cached.contiguous()
+    slots = filled.chosen.index.shape[1]
+    sizes, width = sizes_of(head)
+    # Not by the slots: what a picture gives must not depend on the room that others needed.
+    parts = parts_of(h * w or tokens, channels)
+    sums = torch.empty(parts, images, h * w + slots, width, dtype=torch.float32, device=x.device)
+    kept = triton.cdiv(slots, TOKENS)
+    assert filled.chosen.slot is not None
+    _sums_of_filled[(kept + triton.cdiv(h * w, TOKENS), parts, images)](
+        x,
+        filled.chosen.index,
+        filled.chosen.count,
+        cached,
+        head.factor,
+        sums,
+        tokens,
+        slots,
+        h * w,
+        kept,
+        channels // parts,
+        CHANNELS=channels,
+        EXACT=cached.dtype == torch.float32,
+        **sizes,
+        **BLOCKS,
+    )
+    _entropy_of_filled[(triton.cdiv(tokens, FEW), images)](
+        sums,
+        *look,
+        filled.chosen.slot,
+        head.total,
+        head.term,
+        tokens,
+        slots,
+        h,
+        w,
+        wide,
+        h / max(height, 1),
+        w / max(wide, 1),
+        head.eps,
+        share_of(head, unit),
+        FILLED=filled.cached is not None,
+        BILINEAR=filled.mode == "bilinear",
+        **sizes,
+        TOKENS=FEW,
+        PARTS=parts,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "slots", "olds", "kept"])
+def _sums_of_filled(
+    x_at,
+    index_at,
+    count_at,
+    cached_at,
+    factor_at,
+    sums_at,
+    tokens,
+    slots,
+    olds,
+    kept,
+    each,
+    CHANNELS: tl.constexpr,
+    EXACT: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Products of the kept tokens' new states, and of what the others received, before it was enlarged: that is linear,
+    so it may be done afterwards, with fewer numbers."""
+    group, part, image = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    bit = tl.arange(0, BLOCK_BITS)
+    known = bit < BITS
+    channel = part * each + tl.arange(0, STEP)
+    factor_place = factor_at + image * CHANNELS * BITS + channel[:, None] * BITS + bit[None, :]
+    products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
+    to = sums_at + (part * tl.num_programs(2) + image) * (olds + slots) * BLOCK_BITS
+    if group < kept:
+        slot = group * TOKENS + tl.arange(0, TOKENS)
+        count = tl.minimum(tl.load(count_at + image).to(tl.int32), slots)
+        if group * TOKENS < count:
+            real = slot < count
+            token = tl.load(index_at + image * slots + slot, mask=real, other=0)
+            place = x_at + (image * tokens + token[:, None]) * CHANNELS + channel[None, :]
+            for _ in tl.range(0, each, STEP):
+                x = tl.load(place, mask=real[:, None], other=0.0)
+                factor = tl.load(factor_place, mask=known[None, :], other=0.0)
+                products = tl.dot(x, factor, products, input_precision="tf32x3")
+                place += STEP
+                factor_place += STEP * BITS
+            tl.store(to + (olds + slot[:, None]) * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
+    else:
+        old = (group - kept) * TOKENS + tl.arange(0, TOKENS)
+        real = old < olds
+        place = cached_at + (image * olds + old[:, None]) * CHANNELS + channel[None, :]
+        for _ in tl.range(0, each, STEP):
+            x = tl.load(place, mask=real[:, None], other=0.0)
+            factor = tl.load(factor_place, mask=known[None, :], other=0.0)
+            if EXACT:
+                products = tl.dot(x, factor, products, input_precision="tf32x3")
+            else:  # three numbers of x's kind have the digits of one in float32
+                first = factor.to(x.dtype)
+                rest = factor - first.to(tl.float32)
+                second = rest.to(x.dtype)
+                third = (rest - second.to(tl.float32)).to(x.dtype)
+                products = tl.dot(x, first, products)
+                products = tl.dot(x, second, products)
+                products = tl.dot(x, third, products)
+            place += STEP
+            factor_place += STEP * BITS
+        tl.store(to + old[:, None] * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens", "slots", "h", "w", "width"])
+def _entropy_of_filled(
+    sums_at,
+    entropy_at,
+    products_at,
+    moments_at,
+    slot_at,
+    total_at,
+    term_at,
+    tokens,
+    slots,
+    h,
+    w,
+    width,
+    by_row,
+    by_column,
+    eps,
+    by,
+    FILLED: tl.constexpr,
+    BILINEAR: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    image = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    real = token < tokens
+    bit = tl.arange(0, BLOCK_BITS)[None, :]
+    here = image * tokens + token
+    slot = tl.load(slot_at + here, mask=real, other=0)
+    hole = real & (slot < 0)
+    kept = real & (slot >= 0)
+    products = tl.load(products_at + here[:, None] * BLOCK_BITS + bit, mask=hole[:, None], other=0.0)
+    changed = real if FILLED else kept
+    olds = h * w
+    if FILLED:
+        nw, ne, sw, se, fr, fc = between(token, h, w, width, by_row, by_column)
+        old = nearest(token, h, w, width, by_row, by_column)
+    for part in tl.static_range(PARTS):
+        sums = sums_at + (part * tl.num_programs(1) + image) * (olds + slots) * BLOCK_BITS + bit
+        products += tl.load(sums + (olds + slot)[:, None] * BLOCK_BITS, mask=kept[:, None], other=0.0)
+        if FILLED and BILINEAR:
+            a = tl.load(sums + nw[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
+            b = tl.load(sums + ne[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
+            d = tl.load(sums + sw[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
+            e = tl.load(sums + se[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
+            products += mixed(a, b, d, e, fr[:, None], fc[:, None])
+        elif FILLED:
+            products += tl.load(sums + old[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
+    tl.store(products_at + here[:, None] * BLOCK_BITS + bit, products, mask=changed[:, None])
+    mean = tl.load(moments_at + here * 2, mask=real, other=0.0)
+    deviation = tl.sqrt(tl.load(moments_at + here * 2 + 1, mask=real, other=0.0) + eps)
+    entropy = of_bits(products, mean, deviation, total_at + image * BITS, term_at + image * BITS, BITS, BLOCK_BITS)
+    tl.store(entropy_at + here, entropy * by, mask=changed)
