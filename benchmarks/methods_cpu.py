@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-from nextscale import NOVA, DropGuidance, FastVAR, Pipeline, RandomSelection, SparseVAR, ToProVAR, Truncate, kv, loop
+from nextscale import NOVA, DropGuidance, FastVAR, Pipeline, RandomSelection, SparseVAR, ToProVAR, Truncate, kv
 from nextscale.checkpoints.families import FAMILIES
 from nextscale.methods.base import Method
 from nextscale.models.registry import MODELS
+from nextscale.run import Run
+from nextscale.runtime.eager import Eager, Work
 from nextscale.testing import randomise
 
 METHODS: dict[str, Method] = {
@@ -73,6 +75,16 @@ class Watched(Method):
         return self.inner.to_dict()
 
 
+class Watching(Eager):
+    """Knows the run at work, and with it the KV cache."""
+
+    run: Run
+
+    def open(self, work: Work, inputs: Any, images: int, guided: bool) -> Run:
+        self.run = super().open(work, inputs, images, guided)
+        return self.run
+
+
 def random_pipeline(name: str) -> Pipeline:
     spec = MODELS[name]
     family = FAMILIES[spec.family]
@@ -83,19 +95,18 @@ def random_pipeline(name: str) -> Pipeline:
 
 
 def measure(pipe: Pipeline, options: dict[str, Any], method: Method | None) -> dict[str, Any]:
-    clock, caches = Stopwatch(), []
-    original_run, original_entropy = loop.Run, kv.attention_entropy
-    kv.attention_entropy = clock.timed(original_entropy)
-    loop.Run = lambda *args: caches.append(original_run(*args)) or caches[-1]  # type: ignore[assignment, misc]
+    clock, original = Stopwatch(), kv.attention_entropy
+    kv.attention_entropy = clock.timed(original)
+    pipe.executor = executor = Watching()
     size: list[int] = []
     try:
         out = pipe(
             **options,
             method=None if method is None else Watched(method, clock),
-            callback_on_scale_end=lambda end: size.append(sum(c.nbytes for c in caches[0].kv)),
+            callback_on_scale_end=lambda end: size.append(sum(c.nbytes for c in executor.run.kv)),
         )
     finally:
-        loop.Run, kv.attention_entropy = original_run, original_entropy
+        kv.attention_entropy = original
     image = out.trace.to_dict()["images"][0]
     return {
         "tokens": image["row_tokens_computed"] / image["row_tokens_full"],
@@ -114,6 +125,7 @@ if __name__ == "__main__":
     parser.add_argument("methods", nargs="*", default=list(METHODS))
     arguments = parser.parse_args()
     pipe = random_pipeline(arguments.model)
+    torch.manual_seed(0)  # a method's decisions depend on the prompt
     options = {
         "prompt_embeds": [torch.randn(12, pipe.backbone.config.text_dim)],
         "seed": 0,

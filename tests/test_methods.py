@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 from importlib.resources import files as package_files
+from pathlib import Path
 
 import pytest
 import torch
 
-from conftest import DATA, ask, same_tokens
+from conftest import DATA, ask, embeds, same_tokens
 from nextscale import (
     NOVA,
     Compose,
@@ -257,3 +260,14 @@ def test_presets(tmp_path) -> None:
     mine.write_text("{")
     with pytest.raises(NextscaleError, match="not a stored method"):
         NOVA.preset(str(mine))
+
+
+def test_the_benchmark_of_all_methods_measures(infinity, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    measure = importlib.import_module("methods_cpu").measure
+    pipe = copy.copy(infinity)
+    asked = {"prompt_embeds": embeds(3), "seed": 0, "pixel_budget": "0.06M", "output_type": "latent"}
+    plain, nova = (measure(pipe, asked, method) for method in (None, NOVA(t_est=2, alpha=10)))
+    assert plain["tokens"] == 1 > nova["tokens"] > 0
+    assert plain["kv"] > nova["kv"] > 0
+    assert plain["decisions"] == 0 < nova["decisions"]
