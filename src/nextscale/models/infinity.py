@@ -16,9 +16,10 @@ from nextscale.attention import attention
 from nextscale.devices import sent
 from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
+from nextscale.kernels.absorbed import absorbs, attend_absorbed
 from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.modulate import Norm, add_to
-from nextscale.kernels.rows import linear_for_sum
+from nextscale.kernels.rows import Parts, linear_for_sum
 from nextscale.models.base import per_row, shared
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
@@ -114,6 +115,14 @@ class TextAttention(nn.Module):
             out = out.bfloat16().to(self.v_bias.dtype)
         return out.transpose(1, 2).flatten(2)
 
+    def read(
+        self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
+    ) -> Tensor | Parts:
+        """The same through the last layer, for a stream to add."""
+        if (lengths is not None or mask is None) and absorbs(x, k, self.q, self.proj):
+            return attend_absorbed(x, self.q, self.proj, k, v, 1 / math.sqrt(k.shape[-1]), lengths)
+        return linear_for_sum(self(x, k, v, mask, lengths), self.proj)
+
 
 def key_biases(attns: Sequence[TextAttention]) -> list[Tensor]:
     """Of keys and values side by side, [2 C] for every layer."""
@@ -135,8 +144,7 @@ class InfinityBlock(ModulatedBlock):
         if name == "cross":
             norm = self.cross_norm
             normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.dtype)
-            seen = self.cross(normed, given.keys, given.values, given.mask, given.lengths)
-            stream.add(linear_for_sum(seen, self.cross.proj))
+            stream.add(self.cross.read(normed, given.keys, given.values, given.mask, given.lengths))
         else:
             super().part(name, stream, given)
 
