@@ -91,7 +91,7 @@ def test_graphs_give_the_tokens_of_eager(make) -> None:
 @pytest.mark.parametrize("patchify", [False, True], ids=["cells", "patches"])
 @pytest.mark.parametrize("name", ["nova", "nova, zero", "nova, early"])
 def test_kernels_keep_what_the_cpu_keeps(name: str, patchify: bool) -> None:
-    """Wide enough for the lens to have a kernel. The caller's numbers, because a GPU draws others; graphs draw theirs."""
+    """Wide enough for the lens to have a kernel; with the caller's numbers, because a GPU draws others."""
     on_cpu, pipe = (tiny_infinity(patchify=patchify, width=64).to(device) for device in ("cpu", "cuda"))
     method = CAPTURED[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from nextscale.entropy import attention_entropy, token_entropy
 from nextscale.guidance import combine
+from nextscale.kernels.absorbed import absorbs, attend_absorbed
 from nextscale.kernels.attention import attend, reference, runs_on
 from nextscale.kernels.bits import fused_draw, takes
 from nextscale.kernels.exact import linear_exact
@@ -30,7 +32,7 @@ from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.linkage import MOST, Linkage
 from nextscale.methods.residual import resize_tokens
 from nextscale.methods.selection import Selection, keep_highest, scatter
-from nextscale.models.infinity import InfinityState
+from nextscale.models.infinity import InfinityState, TextAttention
 from nextscale.models.layers import SelfAttention
 from nextscale.models.stream import Stream
 from nextscale.sampling import keep_top
@@ -67,6 +69,31 @@ def test_attention_with_entropy(device: str, shape, width: int) -> None:
         assert seen.shape == q.shape
     counted_late, _ = attend(q, k, v, 0.2, length - 1, torch.ones_like(length))
     assert torch.equal(counted_late, seen)
+
+
+@on_both
+@pytest.mark.parametrize("slots", [48, 64])
+def test_attention_that_absorbs_its_linear_layers(device: str, slots: int) -> None:
+    """As far from the exact result as the layers one by one, and not farther."""
+    torch.manual_seed(slots)
+    cross = TextAttention(384, 384, 3, rounded=False)
+    for p in cross.parameters():
+        nn.init.normal_(p, std=0.05)
+    exact = copy.deepcopy(cross).double().to(device)
+    cross.to(device, dtype_of(device))
+    x = torch.randn(2, 800, 384, device=device).to(dtype_of(device))
+    k, v = torch.randn(2, slots, 2, 3, 128, device=device).to(x.dtype).permute(2, 0, 3, 1, 4)
+    for lengths in (None, torch.tensor([slots, 7], device=device)):
+        mask = None if lengths is None else (torch.arange(slots, device=device) < lengths[:, None])[:, None, None]
+        right = exact.proj(exact(x.double(), k.double(), v.double(), mask))
+        with torch.inference_mode():
+            absorbed = attend_absorbed(x, cross.q, cross.proj, k, v, 128**-0.5, lengths)
+            assert off(absorbed, right) < (5e-3 if device == "cuda" else 1e-6)
+            if device == "cuda":
+                assert absorbs(x, k, cross.q, cross.proj)
+                assert torch.equal(cross.read(x, k, v, mask, lengths), absorbed)
+                assert off(absorbed, right) < 1.2 * off(cross.proj(cross(x, k, v, mask, lengths)), right)
+    assert not absorbs(x[:, :100], k, cross.q, cross.proj), "too few queries"
 
 
 @pytest.mark.gpu

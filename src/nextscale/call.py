@@ -79,6 +79,7 @@ class Call:
         features = run.features.clone()  # outside inference mode, so that users may write into it
         pictures = None if self.output_type == "latent" else pipe.start_decoding(features, executor)
         # While a GPU decodes:
+        policy.conclude()
         tokens = copied(run.tokens)
         executor.check(pipe.backbone)
         trace.header = self._header(executor)

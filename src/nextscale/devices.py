@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +46,7 @@ def as_device(device: torch.device | str) -> torch.device:
     return chosen
 
 
+@functools.cache
 def memory_of(device: torch.device) -> int | None:
     """Bytes that the device has in all; None where nobody tells."""
     if device.type == "cuda":
@@ -54,12 +56,17 @@ def memory_of(device: torch.device) -> int | None:
     return None
 
 
-def full_precision(function: F) -> F:
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Outside any autocast of the caller: dtypes are our own business, and logits must stay float32."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
+
+def full_precision(function: F) -> F:
     @functools.wraps(function)
     def wrapped(backbone: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(backbone.device.type, enabled=False):
+        with without_autocast(backbone.device):
             return function(backbone, *args, **kwargs)
 
     return wrapped  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from torch import Tensor
 from nextscale.call import Call, Output
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.load import set_dtype
-from nextscale.devices import Moment, as_device, as_dtype, memory_of, name_of
+from nextscale.devices import Moment, as_device, as_dtype, memory_of, name_of, without_autocast
 from nextscale.draws import PerImageDraws, read_draws
 from nextscale.errors import NextscaleError, choices
 from nextscale.estimate import GIB, Estimate, estimate
@@ -245,7 +245,7 @@ class Pipeline:
 
     def start_decoding(self, features: Tensor, executor: Eager) -> Tensor:
         """The same, unchecked: a GPU may still be at work."""
-        with torch.autocast(self.device.type, enabled=False):
+        with without_autocast(self.device):
             return executor.decode(self.tokenizer, features)
 
     def require_finite(self, finite: Tensor) -> None:

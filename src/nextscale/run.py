@@ -63,6 +63,7 @@ class Run:
         images = tuple(range(len(features)))
         self.rows = Rows(images, images if guided else ())
         self.state = state
+        self.resting = False  # some rows
         self.features = features
         self.schedule = schedule
         self.stopped_after: list[int | None] = [None] * len(images)
@@ -78,7 +79,12 @@ class Run:
 
     def apply(self, plan: ScalePlan, scale: Scale) -> tuple[Rows, Any]:
         """The rows that run this scale and their state."""
-        actions = plan.actions
+        actions, rows = plan.actions, self.rows
+        everyone = all(actions[i] == "run" for i in rows.which) and all(plan.guided[i] for i in rows.unconditional)
+        if everyone and not self.resting:  # a device may be waiting for the host: nothing has to be put anywhere
+            if rows.which and plan.capacity:
+                self.reserve(plan.capacity)
+            return rows, self.state
         for image in self.rows.which:
             if actions[image] == "stop":
                 self.stopped_after[image] = scale.index  # scales 1..index of this image were generated
@@ -99,6 +105,7 @@ class Run:
             tuple(i for i in left.unconditional if actions[i] == "run"),
         )
         chosen = None if active == left else _places(active, left).to(self.features.device)
+        self.resting = chosen is not None
         for cache in self.kv:
             cache.active = chosen
         if active.all and plan.capacity:

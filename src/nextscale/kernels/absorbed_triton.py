@@ -13,93 +13,93 @@ BLOCK_OUT, BLOCK_ROWS = 128, 64
 def fused_fold(
     q: nn.Linear, proj: nn.Linear, k: Tensor, v: Tensor, factor: float, length: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, heads, slots, _ = k.shape
+    rows, heads, slots, width = k.shape
+    channels = q.in_features
+    folded = torch.empty(2, rows, heads * slots, channels, dtype=k.dtype, device=k.device)
     bias = torch.empty(rows, heads * slots, dtype=torch.float32, device=k.device)
-    keys = _folded(k, q.weight, q.weight.stride(), q.bias, factor, length, bias)
-    values = _folded(v, proj.weight, proj.weight.stride()[::-1], proj.bias, 1 / heads, length, None)
-    return keys, bias, values
-
-
-def _folded(
-    text: Tensor,
-    weight: Tensor,
-    strides: tuple[int, ...],
-    layer_bias: Tensor,
-    factor: float,
-    length: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    rows, heads, slots, width = text.shape
-    out = torch.empty(rows, heads * slots, weight.numel() // (heads * width), dtype=text.dtype, device=text.device)
-    _fold[(triton.cdiv(out.shape[2], BLOCK_OUT), heads, rows)](
-        text,
-        weight,
-        layer_bias,
-        out,
-        text if bias is None else bias,
-        text if length is None else length,
-        *text.stride()[:3],
-        *strides,
+    _fold[(triton.cdiv(channels, BLOCK_OUT), heads, 2 * rows)](
+        k,
+        v,
+        q.weight,
+        proj.weight,
+        q.bias,
+        proj.bias,
+        folded,
+        bias,
+        k if length is None else length,
+        *k.stride()[:3],
+        *v.stride()[:3],
         heads,
         slots,
-        out.shape[2],
+        channels,
         factor,
-        KEYS=bias is not None,
         HAS_LENGTH=length is not None,
         WIDTH=width,
         SLOTS=triton.next_power_of_2(slots),
         BLOCK_OUT=BLOCK_OUT,
         num_warps=4,
     )
-    return out
+    return folded[0], bias, folded[1]
 
 
 @triton.jit
 def _fold(
-    text_at,
-    weight_at,
-    layer_bias_at,
-    out_at,
+    k_at,
+    v_at,
+    q_weight_at,
+    proj_weight_at,
+    q_bias_at,
+    proj_bias_at,
+    folded_at,
     bias_at,
     length_at,
-    text_row,
-    text_head,
-    text_token,
-    weight_in,
-    weight_out,
+    k_row,
+    k_head,
+    k_token,
+    v_row,
+    v_head,
+    v_token,
     heads,
     slots,
     channels,
     factor,
-    KEYS: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    rows = tl.num_programs(2) // 2
+    row, head = (tl.program_id(2) % rows).to(tl.int64), tl.program_id(1)
     slot, inner = tl.arange(0, SLOTS), tl.arange(0, WIDTH)
     seen = slots
     if HAS_LENGTH:
         seen = tl.minimum(slots, tl.load(length_at + row).to(tl.int32))
-    place = text_at + row * text_row + head * text_head + slot[:, None] * text_token + inner[None, :]
-    text = tl.load(place, mask=(slot < seen)[:, None], other=0.0)
+    visible = slot < seen
     channel = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     real = channel < channels
-    source = weight_at + (head * WIDTH + inner)[:, None] * weight_in + channel[None, :] * weight_out
-    result = tl.dot(text, tl.load(source, mask=real[None, :], other=0.0))
-    if KEYS:
-        result *= factor
+    mine = head * WIDTH + inner  # channels of this head
+    to = folded_at + ((tl.program_id(2).to(tl.int64) * heads + head) * slots + slot[:, None]) * channels
+    to += channel[None, :]
+    written = (slot < slots)[:, None] & real[None, :]
+    if tl.program_id(2) < rows:
+        k_place = k_at + row * k_row + head * k_head + slot[:, None] * k_token + inner[None, :]
+        k = tl.load(k_place, mask=visible[:, None], other=0.0)
+        weight = tl.load(q_weight_at + mine[:, None] * channels + channel[None, :], mask=real[None, :], other=0.0)
+        keys = tl.dot(k, weight) * factor
+        tl.store(to, keys.to(folded_at.dtype.element_ty), mask=written)
         if tl.program_id(0) == 0:
-            layer_bias = tl.load(layer_bias_at + head * WIDTH + inner).to(tl.float32)
-            added = tl.sum(text.to(tl.float32) * layer_bias[None, :], 1) * factor
-            added = tl.where(slot < seen, added, float("-inf"))
-            tl.store(bias_at + (row * heads + head) * slots + slot, added, mask=slot < slots)
+            q_bias = tl.load(q_bias_at + mine).to(tl.float32)
+            bias = tl.sum(k.to(tl.float32) * q_bias[None, :], 1) * factor
+            bias = tl.where(visible, bias, float("-inf"))
+            tl.store(bias_at + (row * heads + head) * slots + slot, bias, mask=slot < slots)
     else:
+        v_place = v_at + row * v_row + head * v_head + slot[:, None] * v_token + inner[None, :]
+        v = tl.load(v_place, mask=visible[:, None], other=0.0)
+        place = proj_weight_at + mine[:, None] + channel[None, :] * heads * WIDTH
+        values = tl.dot(v, tl.load(place, mask=real[None, :], other=0.0))
         # The weights of a head add up to 1: each of its values carries a head's share of the last bias.
-        result += tl.load(layer_bias_at + channel, mask=real, other=0.0).to(tl.float32)[None, :] * factor
-    to = out_at + ((row * heads + head) * slots + slot[:, None]) * channels + channel[None, :]
-    tl.store(to, result.to(out_at.dtype.element_ty), mask=(slot < slots)[:, None] & real[None, :])
+        values += tl.load(proj_bias_at + channel, mask=real, other=0.0).to(tl.float32)[None, :] / heads
+        tl.store(to, values.to(folded_at.dtype.element_ty), mask=written)
 
 
 def fused_softmax(scores: Tensor, bias: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
@@ -122,9 +122,7 @@ def fused_softmax(scores: Tensor, bias: Tensor, heads: int, dtype: torch.dtype) 
 
 
 @triton.jit(do_not_specialize=["lines", "queries"])
-def _softmax(
-    scores_at, bias_at, weights_at, lines, queries, heads, slots, SLOTS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _softmax(scores_at, bias_at, weights_at, lines, queries, heads, slots, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     first = tl.program_id(0) * BLOCK
     line, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     real = (first + line < lines)[:, None] & (slot < slots)[None, :]

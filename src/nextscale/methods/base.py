@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="Method")
 Choices = Sequence[dict[str, Selection | None]]
+Numbers = Tensor | np.ndarray  # of a report: those that a captured scale left on the host are arrays
 Group = tuple[str, ...]  # parts of a block whose tokens are selected together
 SCHEMA = 1  # of stored methods and presets
 
@@ -188,7 +190,7 @@ class Policy:
         """What the host will want to know of this scale; "wanted" [layers] is what each would have kept at most."""
         return {}
 
-    def reported(self, stats: Stats, report: Mapping[str, Tensor]) -> None:
+    def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
         """The scale has been run, or soon will be: whoever asks for a number waits for it, so ask late."""
 
     def meanwhile(self) -> None:
@@ -223,6 +225,9 @@ class Policy:
     def decision(self, image: int, scale: Scale) -> Decision:
         """For the trace."""
         return Decision()
+
+    def conclude(self) -> None:
+        """Pictures are being decoded: read what the trace and later calls will want to know."""
 
     def release(self) -> None:
         """The run is over: let go of caches and of the model, keep what the trace asks for."""

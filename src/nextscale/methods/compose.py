@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
 from nextscale.methods.residual import TokenCaches
 from nextscale.methods.selection import Selection
 from nextscale.schedule import Scale
@@ -124,7 +124,7 @@ class ComposedPolicy(Policy):
     def report(self, stats: Stats) -> dict[str, Tensor]:
         return self.selecting.report(stats)
 
-    def reported(self, stats: Stats, report: Mapping[str, Tensor]) -> None:
+    def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
         self.selecting.reported(stats, report)
 
     def meanwhile(self) -> None:
@@ -142,6 +142,9 @@ class ComposedPolicy(Policy):
 
     def decision(self, image: int, scale: Scale) -> Decision:
         return self.selecting.decision(image, scale)
+
+    def conclude(self) -> None:
+        self.selecting.conclude()
 
     def release(self) -> None:
         super().release()

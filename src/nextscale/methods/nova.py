@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError
 from nextscale.methods.activation import Growth
-from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.linkage import DEVIATION, KEPT, MEAN, MOST, RATIO, Linkage
 from nextscale.methods.residual import store_chosen
@@ -93,9 +93,9 @@ class NOVAPolicy(CachedPolicy):
         # Its memory, besides what layers added: the entropy of the final prediction ("final") and of layers ("mean"),
         # for the probe "previous"; likely codes ("codes"), for "lens_topk"; attention entropy ("attention") and how
         # much each layer changed a cell ("moved"), for the metrics of these names.
-        self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Tensor]]] = []  # not read yet
+        self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Numbers]]] = []  # not read yet
         self.ratio: dict[int, list[float]] = {}  # per scale, per image
-        self.noted: dict[int, tuple[tuple[int, ...], Mapping[str, Tensor]]] = {}  # per scale, what layers reported
+        self.noted: dict[int, tuple[tuple[int, ...], Mapping[str, Numbers]]] = {}  # per scale, what layers reported
         self.changes: list[tuple[int, int, list[float], list[float]]] = []  # of deviations, to be learned from
         self.notes: Tensor | None = None  # of the layers of a reduced scale, [layers, 4, B]: see `Linkage`
         self.linkage = Linkage(
@@ -140,14 +140,17 @@ class NOVAPolicy(CachedPolicy):
     def _slots(self, scale: Scale) -> tuple[int, ...]:
         """Room for what each layer will keep."""
         t, n = scale.index + 1, scale.tokens
-        shares = [1 - min(self.ratio[t])] * self.context.depth
-        if self.method.layer_linkage:
-            seen = self.experience.setdefault("deviations", Deviations())
-            images = zip(self.ratio[t], self.newest, strict=True)
-            wanted = [[1 - r * (1 - d) for d in seen.highest(before, t, last)] for r, (before, last) in images]
-            shares = wanted[0] if len(wanted) == 1 else list(map(max, *wanted))
-        kept = [math.ceil(share * n) for share in shares]
-        return tuple([k if 1 <= k <= n else min(max(k, 1), n) for k in kept])
+        if not self.method.layer_linkage:
+            return (max(math.ceil((1 - min(self.ratio[t])) * n), 1),) * self.context.depth
+        seen = self.experience.setdefault("deviations", Deviations())
+        wanted = []
+        for r, (before, last) in zip(self.ratio[t], self.newest, strict=True):
+            least, more = (1 - r) * n, r * n  # by which share of the ratio a layer keeps more
+            wanted.append([math.ceil(least + more * d) for d in seen.highest(before, t, last)])
+        kept = wanted[0] if len(wanted) == 1 else list(map(max, *wanted))
+        if min(kept) < 1 or max(kept) > n:
+            kept = [min(max(k, 1), n) for k in kept]
+        return tuple(kept)
 
     def _read_entropies(self) -> None:
         for scale, images, report in self.pending:
@@ -291,7 +294,7 @@ class NOVAPolicy(CachedPolicy):
             return {"entropy": self.entropy}
         return {"entropy": self.entropy, "layers": self.notes, "wanted": self.notes[:, KEPT].amax(1)}
 
-    def reported(self, stats: Stats, report: Mapping[str, Tensor]) -> None:
+    def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
         self.pending.append((stats.scale, stats.rows.which, report))
         if "layers" in report:
             self.noted[stats.scale.index + 1] = (stats.rows.which, report)
@@ -301,10 +304,9 @@ class NOVAPolicy(CachedPolicy):
             self.experience.setdefault("deviations", Deviations()).learn(*change)
         self.changes.clear()
 
-    def release(self) -> None:
+    def conclude(self) -> None:
         self._read_entropies()
         self.meanwhile()
-        super().release()
 
     # For the trace
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 FIRST = 0.25  # a layer's deviation at the first reduced scale, if nothing is known
@@ -15,20 +16,17 @@ class Deviations:
 
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int], list[tuple[float, float, int]]] = {}  # lowest, highest, how often
+        self.rises: dict[tuple[int, int], list[float]] = {}  # what to expect of each layer: kept, for it is asked often
 
     def highest(self, before: int, now: int, deviation: Sequence[float]) -> list[float]:
         """Of every layer at scale `now`, if it was `deviation` at scale `before`."""
-        known = self.seen.get((before, now))
-        if known is None:
-            return [d + (CHANGE if before else FIRST) for d in deviation]
-        return [
-            d + high + LEAST + (high - low if often > 1 else ONCE)
-            for d, (low, high, often) in zip(deviation, known, strict=True)
-        ]
+        rises = self.rises.get((before, now)) or [CHANGE if before else FIRST] * len(deviation)
+        return list(map(operator.add, deviation, rises))
 
     def learn(self, before: int, now: int, old: Sequence[float], new: Sequence[float]) -> None:
         changes = [b - a for a, b in zip(old, new, strict=True)]
         known = self.seen.get((before, now), [(c, c, 0) for c in changes])
-        self.seen[before, now] = [
+        self.seen[before, now] = seen = [
             (min(low, c), max(high, c), often + 1) for c, (low, high, often) in zip(changes, known, strict=True)
         ]
+        self.rises[before, now] = [h + LEAST + (h - low if often > 1 else ONCE) for low, h, often in seen]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.base import Activation, Context, Group, Method, Numbers, Policy, ScalePlan, Stats
 from nextscale.methods.residual import store_chosen
 from nextscale.methods.selection import Selection, gather, keep_highest
 from nextscale.run import Rows
@@ -60,7 +60,7 @@ class SparseVARPolicy(Policy):
         self.block = min(int(method.block * context.depth), context.depth - 1)
         # Its memory, all of the conditional rows: how much the block changed each cell ("change"), the cells that
         # are out ("excluded"), and the logits of the scale before.
-        self.kept: tuple[Scale, Mapping[str, Tensor]] | None = None  # the newest sparse scale, and what it reported
+        self.kept: tuple[Scale, Mapping[str, Numbers]] | None = None  # the newest sparse scale, and what it reported
         self.keep: Tensor | None = None  # [B, N] of this scale
         self.chosen: Selection | None = None
 
@@ -141,7 +141,7 @@ class SparseVARPolicy(Policy):
     def report(self, stats: Stats) -> dict[str, Tensor]:
         return {} if self.keep is None else {"wanted": self.count.max().repeat(self.context.depth)}
 
-    def reported(self, stats: Stats, report: Mapping[str, Tensor]) -> None:
+    def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
         if report:
             self.kept = stats.scale, report
 

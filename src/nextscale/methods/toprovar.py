@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Decision, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.residual import store_chosen
 from nextscale.methods.selection import Selection, keep_highest
@@ -65,9 +65,9 @@ class ToProVARPolicy(CachedPolicy):
         super().__init__(context, "residual", method.restore_mode, self.landmark, method.uncomputed)
         self.method = method
         self.dominance: dict[int, Tensor] = {}  # per image [depth]: first over second singular value of the map
-        self.kept: tuple[Scale, Mapping[str, Tensor]] | None = None  # the newest reduced scale, and what it reported
+        self.kept: tuple[Scale, Mapping[str, Numbers]] | None = None  # the newest reduced scale, and what it reported
         self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
-        self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Tensor]]] = []
+        self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Numbers]]] = []
         self.rho: dict[tuple[int, int], float] = {}  # image, scale
 
     # Between scales, on the host
@@ -180,13 +180,13 @@ class ToProVARPolicy(CachedPolicy):
                 told["maps"] = self.stacked
         return told
 
-    def reported(self, stats: Stats, report: Mapping[str, Tensor]) -> None:
+    def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
         if "rho" in report:
             self.pending.append((stats.scale, stats.rows.which, report))
         if "wanted" in report:
             self.kept = stats.scale, report
         if "maps" in report:  # singular values wait for the device, so they cannot be found inside a scale
-            found = self._dominance(report["maps"])
+            found = self._dominance(torch.as_tensor(report["maps"]))
             self.dominance.update(dict(zip(stats.rows.which, found, strict=True)))
             ones = torch.ones_like(found[0])
             self.told("dominance", torch.stack([self.dominance.get(i, ones) for i in range(self.context.images)]))

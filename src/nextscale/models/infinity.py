@@ -175,6 +175,15 @@ def rotary_table(head_dim: int, schedule: Schedule, device: torch.device) -> Ten
     return torch.stack((angle.cos(), angle.sin()), dim=-1).to(device)
 
 
+@functools.lru_cache(maxsize=64)  # the same on every call with prompts of these lengths
+@torch.inference_mode(False)
+def lengths_and_mask(counts: tuple[int, ...], slots: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Of prompts that are padded to `slots`: lengths [R], and mask [R, 1, 1, T] (None if no row is padded)."""
+    lengths = torch.tensor(counts)
+    mask = (torch.arange(slots) < lengths[:, None])[:, None, None]
+    return sent(lengths, device), None if mask.all() else sent(mask, device)
+
+
 class Infinity(ModulatedBackbone):
     family = "infinity"
     prompts = "text"
@@ -225,13 +234,12 @@ class Infinity(ModulatedBackbone):
     def read(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """The prompts as text [R, T, text_dim], lengths [R] and mask [R, 1, 1, T] (None if no row is padded)."""
         rows = self.text_rows(condition, guided)
-        counts = torch.tensor([len(t) for t in rows])
-        slots = -(-int(counts.max()) // condition.slots) * condition.slots
+        counts = tuple(map(len, rows))
+        slots = -(-max(counts) // condition.slots) * condition.slots
         text = torch.zeros(len(rows), slots, rows[0].shape[1], device=self.device)
         for place, row in zip(text, rows, strict=True):
             place[: len(row)] = row
-        mask = (torch.arange(slots) < counts[:, None])[:, None, None]
-        return text, sent(counts, self.device), None if mask.all() else sent(mask, self.device)
+        return text, *lengths_and_mask(counts, slots, self.device)
 
     def read_text(self, text: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Pooled condition [R, C] and what cross-attention reads, [R, T, C]."""

@@ -17,7 +17,7 @@ from nextscale.entropy import token_entropy
 from nextscale.guidance import combine, combine_inside
 from nextscale.kernels.lens import Lens, looks
 from nextscale.kv import LayerCache, Memory, WatchedCache, count_lengths
-from nextscale.methods.base import Policy, ScalePlan, Stats
+from nextscale.methods.base import Numbers, Policy, ScalePlan, Stats
 from nextscale.methods.selection import Selection
 from nextscale.models.base import Backbone, through
 from nextscale.models.stream import Stream
@@ -66,7 +66,7 @@ class Step:
     raw: Tensor  # logits of every row, before temperature and guidance
     hidden: Tensor  # output of the last block, [R, N, C]
     stats: Stats
-    report: Mapping[str, Tensor]  # what the policy tells the host
+    report: Mapping[str, Numbers]  # what the policy tells the host
 
 
 class Eager:

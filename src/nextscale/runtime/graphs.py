@@ -263,7 +263,6 @@ class Graphs(Eager):
     def close(self, work: Work, run: Run) -> None:
         if not self.ran or self.program is None:
             return
-        run.features = run.features.clone()  # else the next call would write into them
         if not self.program.settled:
             run.kv.clear()
             self.program.settle(self.program.needed())

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nextscale.methods.base import Choices
+from nextscale.methods.base import Choices, Numbers
 from nextscale.methods.selection import Selection
 from nextscale.runtime.eager import Step
 
@@ -162,6 +163,7 @@ class Told:
         self.end = ends[-1]
         self.places = {name: (slice(*ends[n : n + 2]), told.shape) for n, (name, told) in enumerate(short.items())}
         self.host = torch.empty(self.end + largest.numel(), dtype=torch.float64, pin_memory=largest.is_cuda)
+        self.numbers = self.host.numpy()  # the same memory: arrays are read faster than tensors
 
     def write(self, report: dict[str, Tensor], largest: Tensor) -> None:
         self.long = {name: report[name] for name in self.long}
@@ -171,10 +173,10 @@ class Told:
     @property
     def largest(self) -> list[float]:
         """The largest logit after guidance and before: NaN or infinite if any is."""
-        return self.host[self.end :].tolist()
+        return self.numbers[self.end :].tolist()
 
 
-class Report(Mapping[str, Tensor]):
+class Report(Mapping[str, Numbers]):
     """What one replay reports. Whoever asks for a number waits for it."""
 
     def __init__(self, told: Told, wait: Callable[[], None]) -> None:
@@ -182,13 +184,13 @@ class Report(Mapping[str, Tensor]):
         self.long = {name: part.clone() for name, part in told.long.items()}
         self.places = told.places
         self.names = (*self.places, *self.long)
-        self.numbers = told.host
+        self.numbers = told.numbers
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Numbers:
         if name in self.long:
             return self.long[name]
         place, shape = self.places[name]
-        return self.read()[place].view(shape)
+        return self.read()[place].reshape(shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -199,10 +201,10 @@ class Report(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def read(self) -> Tensor:
+    def read(self) -> np.ndarray:
         """Copy what the next replay will write over."""
         if self.source is not None:
             told, wait = self.source
             wait()
-            self.numbers, self.source = told.host.clone(), None
+            self.numbers, self.source = told.numbers.copy(), None
         return self.numbers
