@@ -19,6 +19,7 @@ from nextscale.kernels.bits import fused_draw, takes
 from nextscale.kernels.exact import linear_exact
 from nextscale.kernels.fp8 import FP8Linear, round_rows
 from nextscale.kernels.gelu import linear_gelu
+from nextscale.kernels.host import carry
 from nextscale.kernels.keys import stores
 from nextscale.kernels.lens import BitHead, Filled, Lens, Look, fused_lens, looks
 from nextscale.kernels.maps import takes as maps_taken
@@ -111,6 +112,20 @@ def test_attention_whose_keys_are_shared(shares: int) -> None:
     assert (entropy - right).abs().max() < 2e-3
     assert shares_of_keys(32, 1000) == 4
     assert shares_of_keys(32, 100) == shares_of_keys(264, 4000) == 1
+
+
+@on_both
+@pytest.mark.parametrize("count", [1, 163])
+def test_numbers_between_host_and_device(device: str, count: int) -> None:
+    here = torch.rand(count, dtype=torch.float64, pin_memory=device == "cuda")
+    there = torch.zeros(count, dtype=torch.float64, device=device)
+    carry(there, here)
+    assert torch.equal(there.cpu(), here)
+    back = torch.zeros(count, dtype=torch.float64, pin_memory=device == "cuda")
+    carry(back, there * 2)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(back, here * 2)
 
 
 def test_the_entropy_of_equal_keys_is_the_logarithm_of_their_number() -> None:

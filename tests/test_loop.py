@@ -131,7 +131,7 @@ class RulesPolicy(Policy):
         self.rows = running + [i for i in running if guided[i]]
         self.counts = [self.kept(i) for i in self.rows]
         capacity = max(self.counts, default=0)
-        return replace(plan, actions=tuple(actions), guided=tuple(guided), capacity=capacity)
+        return plan._replace(actions=tuple(actions), guided=tuple(guided), capacity=capacity)
 
     def kept(self, image: int) -> int:
         n = self.scale.tokens

@@ -21,6 +21,7 @@ from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SkipVAR, Spa
 from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Method, Policy
+from nextscale.methods.numbers import FetchedNumbers
 from nextscale.methods.residual import Places, TokenCaches
 from nextscale.methods.room import LEAST, Deviations
 from nextscale.packing import pack
@@ -221,6 +222,26 @@ def test_a_report_waits_when_it_is_asked() -> None:
     assert report["map"].sum() == SHORT + 1
 
 
+def test_scales_fetch_the_numbers_that_were_told_for_them() -> None:
+    """The host may have told those of the next scale before a scale is run."""
+    numbers, cpu = FetchedNumbers(3), torch.device("cpu")
+    place = numbers.tell("ratio", [0.5, 0.25], cpu)
+    numbers.put(0)
+    assert numbers.tell("ratio", [0.75, 0.5], cpu) is place, "a captured scale reads it there"
+    numbers.put(1)
+    for scale, expected in ((0, [0.5, 0.25]), (1, [0.75, 0.5])):
+        numbers.fetch(scale)
+        assert place.tolist() == expected
+    order = numbers.tell("order", torch.tensor([3.0, 1.0]), cpu)  # what is long or made on the device is there at once
+    assert order.tolist() == [3.0, 1.0]
+    assert list(numbers.told) == ["ratio"]
+    numbers.begin()
+    numbers.tell("ratio", [0.125, 0.0], cpu)
+    numbers.put(2)
+    numbers.fetch(2)
+    assert place.tolist() == [0.125, 0.0]
+
+
 def test_what_cannot_be_captured_runs_all_the_same(any_pipe, fresh) -> None:
     other = copy.copy(any_pipe)
     other.executor = graphs = Pretended()
@@ -320,7 +341,7 @@ class Resting(Method):
 
         def begin_scale(scale):
             first = {3: "skip", len(context.schedule) - 1: "stop"}.get(scale.index, "run")
-            return dataclasses.replace(inner(scale), actions=(first, *["run"] * (context.images - 1)))
+            return inner(scale)._replace(actions=(first, *["run"] * (context.images - 1)))
 
         policy.begin_scale = begin_scale
         return policy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nextscale.devices import Moment, name_of
+from nextscale.devices import Clock, name_of
 from nextscale.draws import Draws
 from nextscale.images import as_output
 from nextscale.loop import Callback, ScaleEnd, generate
@@ -49,11 +49,10 @@ class Call:
     callback: Callback | None
     output_type: str
     condition: Any
-    started: Moment
-    encoded: Moment
+    clock: Clock  # its call has started, and the text is encoded
 
     def make(self, executor: Eager) -> Output:
-        pipe, device, images = self.pipe, self.pipe.device, self.prompts.images
+        pipe, images = self.pipe, self.prompts.images
         context = pipe.context(images, self.schedule, self.sampling)
         policy = Policy(context) if self.method is None else self.method.start(context)
         traced = self.prompts.traced(self.seeds)
@@ -75,7 +74,7 @@ class Call:
                 advance,
             )
         run.release()
-        generated = Moment(device)
+        self.clock.mark("generated")
         features = run.features.clone()  # outside inference mode, so that users may write into it
         pictures = None if self.output_type == "latent" else pipe.start_decoding(features, executor)
         # While a GPU decodes:
@@ -88,12 +87,13 @@ class Call:
             finite = torch.isfinite(pictures).all()
             made = as_output(pictures, self.output_type)
             pipe.require_finite(finite)
-        done = Moment(device)
+        self.clock.mark("done")
+        between = self.clock.between
         trace.seconds = {
-            "text": self.encoded.since(self.started),
-            "transformer": generated.since(self.encoded),
-            "decode": done.since(generated),
-            "total": done.since(self.started),
+            "text": between("started", "encoded"),
+            "transformer": between("encoded", "generated"),
+            "decode": between("generated", "done"),
+            "total": between("started", "done"),
         }
         return Output(made, trace, tokens, self.seeds)
 

@@ -77,22 +77,31 @@ def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-class Moment:
-    """When a device has done what was asked of it so far. The host does not wait for it."""
+class Clock:
+    """When a device had done what was asked of it, at some moments of a call. The host does not wait for it.
+
+    It is kept from call to call: to make an event may take as long as ten kernels.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.host = time.perf_counter()
-        self.event: Any = None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record(torch.cuda.current_stream(device))
+        self.device = device
+        self.moments: dict[str, Any] = {}  # seconds, or CUDA events
 
-    def since(self, earlier: Moment) -> float:
+    def mark(self, moment: str) -> None:
+        if self.device.type != "cuda":
+            self.moments[moment] = time.perf_counter()
+            return
+        if moment not in self.moments:
+            self.moments[moment] = torch.cuda.Event(enable_timing=True)
+        self.moments[moment].record(torch.cuda.current_stream(self.device))
+
+    def between(self, earlier: str, later: str) -> float:
         """Seconds; waits for it."""
-        if self.event is None:
-            return self.host - earlier.host
-        self.event.synchronize()
-        return earlier.event.elapsed_time(self.event) / 1e3
+        a, b = self.moments[earlier], self.moments[later]
+        if self.device.type != "cuda":
+            return b - a
+        b.synchronize()
+        return a.elapsed_time(b) / 1e3
 
 
 def wait_for(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nextscale.call import Call, Output
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.load import set_dtype
-from nextscale.devices import Moment, as_device, as_dtype, memory_of, name_of, without_autocast
+from nextscale.devices import Clock, as_device, as_dtype, memory_of, name_of, without_autocast
 from nextscale.draws import PerImageDraws, read_draws
 from nextscale.errors import NextscaleError, choices
 from nextscale.estimate import GIB, Estimate, estimate
@@ -57,6 +57,7 @@ class Pipeline:
         self.executor = make_executor(runtime, self.device)
         self.text_encoder = text_encoder
         self._estimates: dict[Any, Estimate] = {}  # the newest
+        self._clock: Clock | None = None  # of the call before
         self._known_sizes: set[tuple[int, int]] = set()  # height, width of pictures that were asked for
         self.progress_bar = progress_bar  # None: only on a terminal
         self.weight_files = tuple(weight_files)  # where the weights were read; empty: they were never in files
@@ -193,7 +194,10 @@ class Pipeline:
         if output_type not in OUTPUT_TYPES:
             raise NextscaleError(f"unknown output_type {output_type!r}; allowed: {choices(OUTPUT_TYPES)}")
         check_method(method)
-        started = Moment(self.device)
+        clock, self._clock = self._clock, None  # a callback may call again
+        if clock is None or clock.device != self.device:
+            clock = Clock(self.device)
+        clock.mark("started")
         schedule = self.schedule(height, width, aspect_ratio, pixel_budget)
         self._warn_of_size(schedule)
         prompts = self._prompts(prompt, negative_prompt, prompt_embeds, negative_prompt_embeds, num_images_per_prompt)
@@ -204,6 +208,7 @@ class Pipeline:
         draws, seeds = read_draws(seed, generator, prompts.images, self.device)
         forced = read_forced(force_tokens or (), schedule, prompts.images, self.backbone)
         condition = prompts.condition(self)
+        clock.mark("encoded")
         call = Call(
             self,
             prompts,
@@ -216,12 +221,13 @@ class Pipeline:
             callback_on_scale_end,
             output_type,
             condition,
-            started,
-            encoded=Moment(self.device),
+            clock,
         )
         # A second try must not call the user again, nor draw from the user's generator once more.
         again = callback_on_scale_end is None and isinstance(draws, PerImageDraws)
-        return with_enough_memory(call.make, self.executor, again, prompts.images, schedule)
+        output = with_enough_memory(call.make, self.executor, again, prompts.images, schedule)
+        self._clock = clock
+        return output
 
     def context(self, images: int, schedule: Schedule, sampling: Sampling) -> Context:
         """What a method may know of a call."""

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 BLOCK_OUT, BLOCK_ROWS = 128, 64
+PROGRAMS = 264  # that share a layer, about: each reads ahead while it multiplies
 
 
 def fused_fold(
@@ -17,7 +18,9 @@ def fused_fold(
     channels = q.in_features
     folded = torch.empty(2, rows, heads * slots, channels, dtype=k.dtype, device=k.device)
     bias = torch.empty(rows, heads * slots, dtype=torch.float32, device=k.device)
-    _fold[(triton.cdiv(channels, BLOCK_OUT), heads, 2 * rows)](
+    blocks = triton.cdiv(channels, BLOCK_OUT)
+    rounds = triton.cdiv(blocks, max(PROGRAMS // (2 * rows * heads), 1))
+    _fold[(triton.cdiv(blocks, rounds), heads, 2 * rows)](
         k,
         v,
         q.weight,
@@ -32,17 +35,19 @@ def fused_fold(
         heads,
         slots,
         channels,
+        rounds,
         factor,
         HAS_LENGTH=length is not None,
         WIDTH=width,
         SLOTS=triton.next_power_of_2(slots),
         BLOCK_OUT=BLOCK_OUT,
         num_warps=4,
+        num_stages=3,
     )
     return folded[0], bias, folded[1]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rounds"])
 def _fold(
     k_at,
     v_at,
@@ -62,6 +67,7 @@ def _fold(
     heads,
     slots,
     channels,
+    rounds,
     factor,
     HAS_LENGTH: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -75,31 +81,32 @@ def _fold(
     if HAS_LENGTH:
         seen = tl.minimum(slots, tl.load(length_at + row).to(tl.int32))
     visible = slot < seen
-    channel = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    real = channel < channels
     mine = head * WIDTH + inner  # channels of this head
     to = folded_at + ((tl.program_id(2).to(tl.int64) * heads + head) * slots + slot[:, None]) * channels
-    to += channel[None, :]
-    written = (slot < slots)[:, None] & real[None, :]
+    first = tl.program_id(0) * rounds * BLOCK_OUT
+    end = tl.minimum(first + rounds * BLOCK_OUT, channels)
     if tl.program_id(2) < rows:
         k_place = k_at + row * k_row + head * k_head + slot[:, None] * k_token + inner[None, :]
         k = tl.load(k_place, mask=visible[:, None], other=0.0)
-        weight = tl.load(q_weight_at + mine[:, None] * channels + channel[None, :], mask=real[None, :], other=0.0)
-        keys = tl.dot(k, weight) * factor
-        tl.store(to, keys.to(folded_at.dtype.element_ty), mask=written)
         if tl.program_id(0) == 0:
             q_bias = tl.load(q_bias_at + mine).to(tl.float32)
             bias = tl.sum(k.to(tl.float32) * q_bias[None, :], 1) * factor
             bias = tl.where(visible, bias, float("-inf"))
             tl.store(bias_at + (row * heads + head) * slots + slot, bias, mask=slot < slots)
+        for start in tl.range(first, end, BLOCK_OUT):
+            channel = start + tl.arange(0, BLOCK_OUT)
+            weight = tl.load(q_weight_at + mine[:, None] * channels + channel[None, :])
+            keys = tl.dot(k, weight) * factor
+            tl.store(to + channel[None, :], keys.to(folded_at.dtype.element_ty), mask=(slot < slots)[:, None])
     else:
         v_place = v_at + row * v_row + head * v_head + slot[:, None] * v_token + inner[None, :]
         v = tl.load(v_place, mask=visible[:, None], other=0.0)
-        place = proj_weight_at + mine[:, None] + channel[None, :] * heads * WIDTH
-        values = tl.dot(v, tl.load(place, mask=real[None, :], other=0.0))
-        # The weights of a head add up to 1: each of its values carries a head's share of the last bias.
-        values += tl.load(proj_bias_at + channel, mask=real, other=0.0).to(tl.float32)[None, :] / heads
-        tl.store(to, values.to(folded_at.dtype.element_ty), mask=written)
+        for start in tl.range(first, end, BLOCK_OUT):
+            channel = start + tl.arange(0, BLOCK_OUT)
+            values = tl.dot(v, tl.load(proj_weight_at + mine[:, None] + channel[None, :] * heads * WIDTH))
+            # The weights of a head add up to 1: each of its values carries a head's share of the last bias.
+            values += tl.load(proj_bias_at + channel).to(tl.float32)[None, :] / heads
+            tl.store(to + channel[None, :], values.to(folded_at.dtype.element_ty), mask=(slot < slots)[:, None])
 
 
 def fused_softmax(scores: Tensor, bias: Tensor, heads: int, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from nextscale.entropy import token_entropy
 from nextscale.errors import NextscaleError, choices
 from nextscale.kernels.lens import Filled
 from nextscale.kernels.restore import fused_put, puts
+from nextscale.methods.numbers import HostNumbers
 from nextscale.methods.residual import TokenCaches
 from nextscale.methods.selection import Selection, scatter
 from nextscale.methods.stored import stored, stored_names
@@ -56,8 +57,7 @@ class Context:
     decode: Callable[[Tensor], Tensor] | None = None  # feature maps -> pictures in [-1, 1]
 
 
-@dataclass(frozen=True)
-class ScalePlan:
+class ScalePlan(NamedTuple):
     """Decided on the host, once per scale."""
 
     actions: tuple[str, ...]  # per image: "run", "skip" this scale, or "stop" for good
@@ -125,7 +125,7 @@ class Policy:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.memory = TokenCaches()
-        self.numbers: dict[str, Tensor] = {}
+        self.numbers = HostNumbers()
         self.experience: dict[str, Any] = {}  # of earlier calls with the same settings, if somebody keeps it
 
     @property
@@ -144,14 +144,9 @@ class Policy:
     def plan(self, scale: Scale, **more: Any) -> ScalePlan:
         """Every image runs, guided as long as the call asks for it, and is left alone; or what `more` says."""
         c = self.context
-        usual: dict[str, Any] = {
-            "actions": ("run",) * c.images,
-            "guided": (scale.index < c.sampling.guided_until,) * c.images,
-            "capacity": 0,
-            "groups": (c.parts,),
-            "looks": not self.looks_away,
-        }
-        return ScalePlan(**(usual | more))
+        guided = (scale.index < c.sampling.guided_until,) * c.images
+        usual = ScalePlan(("run",) * c.images, guided, 0, (c.parts,), looks=not self.looks_away)
+        return usual._replace(**more)
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         """The tokens that pass through `group` of `layer`; None = all of them."""
@@ -198,17 +193,7 @@ class Policy:
 
     def told(self, name: str, numbers: list[float] | Tensor) -> Tensor:
         """Numbers that the host gives or makes, on the device at a fixed place, where a captured scale reads them."""
-        place = self.numbers.get(name)
-        if place is not None and isinstance(numbers, list) and len(numbers) == len(place) and len(set(numbers)) == 1:
-            return place.fill_(numbers[0])  # which needs no memory of the host
-        new = numbers
-        if not isinstance(new, Tensor):  # from pinned memory they are copied without waiting
-            new = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.context.device.type == "cuda")
-        if name not in self.numbers or self.numbers[name].shape != new.shape:
-            self.numbers[name] = new.to(self.context.device, copy=True)
-        else:
-            self.numbers[name].copy_(new, non_blocking=True)
-        return self.numbers[name]
+        return self.numbers.tell(name, numbers, self.context.device)
 
     def of_rows(self, rows: Rows, numbers: Tensor) -> Tensor:
         """Those of the images at work, out of one per image of the call."""
@@ -232,7 +217,7 @@ class Policy:
     def release(self) -> None:
         """The run is over: let go of caches and of the model, keep what the trace asks for."""
         self.context = dataclasses.replace(self.context, decode=None)
-        self.memory, self.numbers = TokenCaches(), {}
+        self.memory, self.numbers = TokenCaches(), HostNumbers()
 
 
 @dataclass(frozen=True)

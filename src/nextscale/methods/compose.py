@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
+from nextscale.methods.numbers import HostNumbers
 from nextscale.methods.residual import TokenCaches
 from nextscale.methods.selection import Selection
 from nextscale.schedule import Scale
@@ -65,11 +66,11 @@ class ComposedPolicy(Policy):
         self.selecting.memory = memory
 
     @property
-    def numbers(self) -> dict[str, Tensor]:
+    def numbers(self) -> HostNumbers:
         return self.selecting.numbers
 
     @numbers.setter
-    def numbers(self, numbers: dict[str, Tensor]) -> None:
+    def numbers(self, numbers: HostNumbers) -> None:
         self.selecting.numbers = numbers
 
     @property

@@ -126,7 +126,7 @@ class NOVAPolicy(CachedPolicy):
         if self.method.metric == "random":
             # The same tokens in all layers: else hardly a cell would pass through all of them.
             noise = torch.rand(scale.tokens, generator=torch.Generator().manual_seed(scale.index))
-            self.told(f"noise {t}", noise.tolist())
+            self.told(f"noise {t}", noise.double())
         needs = (
             frozenset({"attention_entropy"})
             if self.method.metric == "attention" and self.records(scale)

@@ -53,6 +53,9 @@ class Graphs(Eager):
         self.reason = ""  # why this call is not captured
         self.apart = False  # pictures of this call have run different scales
         self.ran: list[tuple[Scale, Captured]] = []  # captured scales of this call
+        self.left: tuple[dict[Hashable, Any], tuple[Used, ...]] | None = (
+            None  # memory and caches, by the newest of them
+        )
         self.reports: list[Report] = []  # of them
         self.scales = self.again = 0  # reduced scales that were run, and those that needed more room
         self.captured = 0  # scales
@@ -63,6 +66,7 @@ class Graphs(Eager):
             report.read()
         self.ran.clear()
         self.reports.clear()
+        self.left = None
         self.apart, self.reason = False, why_not(work)
         if self.reason:
             logger.info("no CUDA graphs: %s", self.reason)
@@ -99,8 +103,10 @@ class Graphs(Eager):
         # What a method remembers of pictures that rest lies anywhere: from then on nothing can be captured.
         self.apart |= some and not passive(work.policy)
         if self.reason or program is None or some or self.apart:
-            self.slots = ()
+            self.slots, self.left = (), None
             if program is not None and not self.reason:  # some pictures rest: their rows of the cache are kept
+                program.numbers.put(scale.index)
+                program.numbers.fetch(scale.index)
                 room = room_for_all(work, scale)
                 program.make_room(room, kv)
                 program.used = list(map(operator.add, program.used, room))
@@ -108,13 +114,14 @@ class Graphs(Eager):
         if features is not program.features:
             program.features.copy_(features)
         program.draws.refill(scale.index, range(len(features)))
-        remembered, used = program.memory.entries(), used_of(kv)
+        program.numbers.put(scale.index)
+        remembered, used = self.left or (program.memory.entries(), tuple(used_of(kv)))
         need = plan.slots
         self.scales += bool(need)
         while True:
             captured, room = self.find(program, work, task, kv, used, need)
             step = self.replay(program, work, task, kv, captured)
-            wanted = [int(n) for n in step.report["wanted"].tolist()] if need else list(room)
+            wanted = list(map(int, step.report["wanted"].tolist())) if need else list(room)
             if all(map(operator.le, wanted, room)):
                 break
             self.again += 1
@@ -127,11 +134,11 @@ class Graphs(Eager):
         return step
 
     def find(
-        self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], used: Sequence[Used], need: Slots
+        self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], used: tuple[Used, ...], need: Slots
     ) -> tuple[Captured, Slots]:
         """A graph of this scale that has room for what layers need, and its room."""
         scale, plan = task.scale, task.plan
-        key = (scale.index, task.rows, plan.variant, plan.needs, tuple(used), work.watched)
+        key = (scale.index, task.rows, plan.variant, plan.needs, used, tuple(program.numbers.told), work.watched)
         while True:
             shelf = program.shelves.setdefault(key, Shelf())
             self.slots = shelf.slots(need, program.left, scale.tokens)
@@ -152,6 +159,7 @@ class Graphs(Eager):
         work.policy.meanwhile()
         program.memory.remember(made.memory)
         use(kv, made.kv)
+        self.left = made.memory, made.kv
         self.reports.append(Report(made.told, captured.graph.wait))
         chosen, before = made.chosen.copied(), made.step.stats
         return dataclasses.replace(
@@ -172,6 +180,7 @@ class Graphs(Eager):
             nonlocal told
             if task.plan.slots:
                 program.save()  # there may be too little room
+            program.numbers.fetch(task.scale.index)
             program.memory.remember(remembered)
             use(kv, before)
             self.capturing = Capturing(pieces, told)
@@ -185,7 +194,7 @@ class Graphs(Eager):
             if not work.watched:  # nobody asks for them, and they would take the memory of every scale
                 nothing = step.logits.new_empty(0)
                 step = dataclasses.replace(step, logits=nothing, raw=nothing, hidden=nothing)
-            return Recorded(step, Chosen.of(step.stats.chosen), told, program.memory.entries(), used_of(kv))
+            return Recorded(step, Chosen.of(step.stats.chosen), told, program.memory.entries(), tuple(used_of(kv)))
 
         self.captured += 1
         graph, made = self.record(run, program)

@@ -14,6 +14,7 @@ from torch import Tensor
 from nextscale.devices import wait_for
 from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.kv import LayerCache
+from nextscale.methods.numbers import FetchedNumbers
 from nextscale.methods.residual import Places, TokenCaches
 from nextscale.packing import Like, divide, ends
 from nextscale.run import Run
@@ -84,7 +85,7 @@ class Program:
         self.tokens = [part.view(t.shape) for part, t in zip(parts, run.tokens, strict=True)]
         self.draws = FixedDraws(work.draws)
         self.memory = TokenCaches(Places(work.schedule))
-        self.numbers: dict[str, Tensor] = {}
+        self.numbers = FetchedNumbers(len(work.schedule))
         self.experience: dict[str, Any] = {}
         # Graphs share their memory, which torch only allows those that were captured on one stream.
         self.side: Any = torch.cuda.Stream() if self.features.is_cuda else None
@@ -115,6 +116,7 @@ class Program:
         self.features.zero_()
         self.used = [0] * len(self.kv)
         self.memory.remember({})
+        self.numbers.begin()
         work.policy.memory, work.policy.numbers = self.memory, self.numbers
         work.policy.experience = self.experience
         kv = [LayerCache(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nextscale.kernels.host import carry
 from nextscale.methods.base import Choices, Numbers
 from nextscale.methods.selection import Selection
 from nextscale.runtime.eager import Step
@@ -30,7 +31,7 @@ class Recorded:
     chosen: Chosen
     told: Told
     memory: dict[Hashable, Any]  # of the policy
-    kv: list[Used]
+    kv: tuple[Used, ...]
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Told:
     def write(self, report: dict[str, Tensor], largest: Tensor) -> None:
         self.long = {name: report[name] for name in self.long}
         short = [report[name].double().flatten() for name in self.places]
-        self.host.copy_(torch.cat([*short, largest.double()]), non_blocking=True)
+        carry(self.host, torch.cat([*short, largest.double()]))
 
     @property
     def largest(self) -> list[float]:
