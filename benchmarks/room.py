@@ -12,7 +12,6 @@ kept: no GPU is needed.
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ from nextscale.methods.base import Context, Policy, ScalePlan
 from nextscale.methods.linkage import KEPT
 from nextscale.methods.nova import NOVAPolicy
 from nextscale.pipeline import Pipeline
-from nextscale.runtime.program import SPARE
+from nextscale.runtime.program import with_room_to_spare
 from nextscale.runtime.shelf import Shelf
 from nextscale.schedule import Scale
 
@@ -50,24 +49,31 @@ class Captures:
 
     shelves: dict[int, Shelf] = field(default_factory=dict)
     rooms: list[int] = field(default_factory=list)  # in the KV cache of every layer; none before the first call is over
+    tail: int = 0  # room for the last scale, which layers share
     count: int = 0
 
-    def slots(self, scale: Scale, need: tuple[int, ...], used: list[int]) -> tuple[int, ...]:
-        left = [room - some for room, some in zip(self.rooms, used, strict=True)] if self.rooms else list(need)
+    def slots(self, scale: Scale, need: tuple[int, ...], used: list[int], last: bool) -> tuple[int, ...]:
+        left = list(need)
+        if self.rooms:
+            left = [self.tail if last else room - some for room, some in zip(self.rooms, used, strict=True)]
         if any(n > some for n, some in zip(need, left, strict=True)):
-            self.rooms = [r + max(n - s, r // 8, 0) for r, n, s in zip(self.rooms, need, left, strict=True)]
+            if last:
+                self.tail = max(need)
+            else:
+                self.rooms = [r + max(n - s, r // 8, 0) for r, n, s in zip(self.rooms, need, left, strict=True)]
             self.shelves.clear()
-            return self.slots(scale, need, used)
+            return self.slots(scale, need, used, last)
         shelf = self.shelves.setdefault(scale.index + 1, Shelf())
         before = len(shelf.wasted)
         slots = shelf.slots(need, left, scale.tokens)
         self.count += len(shelf.wasted) - before
         return slots
 
-    def called(self, used: list[int]) -> None:
-        """A call is over that used so many entries."""
+    def called(self, used: list[int], last: list[int]) -> None:
+        """A call is over that used so many entries before its last scale, and at it."""
         if not self.rooms:
-            self.rooms = [-(-math.ceil(n * SPARE) // 64) * 64 for n in used]
+            self.rooms = list(map(with_room_to_spare, used))
+            self.tail = with_room_to_spare(max(last))
             self.shelves.clear()
 
 
@@ -104,7 +110,9 @@ class GuessingPolicy(NOVAPolicy):
     def begin_scale(self, scale: Scale) -> ScalePlan:
         plan = super().begin_scale(scale)
         if plan.slots:
-            slots = self.method.captures.slots(scale, plan.slots, self.used(scale.index))
+            slots = self.method.captures.slots(
+                scale, plan.slots, self.used(scale.index), scale.index == len(self.context.schedule) - 1
+            )
             self.guessed[scale.index + 1] = slots
         return plan
 
@@ -126,7 +134,8 @@ def main() -> None:
         for n in range(first, min(first + 4, options.pictures)):
             prompt = f"a {THINGS[n % len(THINGS)]}{PLACES[n // 5 % len(PLACES)]}"
             policy = pipe(prompt, seed=n, method=method, pixel_budget=options.size, output_type="latent").trace.policy
-            method.captures.called(policy.used(len(policy.context.schedule)))
+            last = len(policy.context.schedule)
+            method.captures.called(policy.used(last - 1), policy.wanted(last))
             for t, room in policy.guessed.items():
                 wanted = policy.wanted(t)
                 scales += 1

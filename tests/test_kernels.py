@@ -73,6 +73,26 @@ def test_attention_with_entropy(device: str, shape, width: int) -> None:
 
 
 @on_both
+@pytest.mark.parametrize("shape", [(2, 3, 5, 37), (2, 2, 200, 333), (1, 1, 40, 900)])
+def test_attention_whose_newest_keys_lie_apart(device: str, shape) -> None:
+    rows, heads, queries, keys = shape
+    torch.manual_seed(queries)
+    q, k, v, *tail = (
+        torch.randn(rows, heads, n, 128, device=device).to(dtype_of(device)) for n in (queries, *[keys] * 4)
+    )
+    length, more = (torch.randint(1, keys + 1, (rows,), device=device) for _ in range(2))
+    seen, entropy = attend(q, k, v, 0.2, length, more, entropy=True, tail=tuple(tail))
+
+    def joined(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """More keys than are seen, those of the tail behind the others of their row."""
+        return torch.stack([torch.cat((a[r, :, :n], b[r], a[r, :, n:]), 1) for r, n in enumerate(length)]).double()
+
+    exact, right = reference(q.double(), *map(joined, (k, v), tail), 0.2, length + more, entropy=True)
+    assert off(seen, exact) < 0.01
+    assert (entropy - right).abs().max() < 2e-3
+
+
+@on_both
 @pytest.mark.parametrize("slots", [48, 64])
 def test_attention_that_absorbs_its_linear_layers(device: str, slots: int) -> None:
     """As far from the exact result as the layers one by one, and not farther."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import json
 import logging
@@ -319,6 +318,10 @@ def test_the_cache_of_graphs_grows_with_what_is_kept(infinity, monkeypatch) -> N
         assert same_tokens(ask(infinity, 2, first=first, method=method), ask(other, 2, first=first, method=method))
     plain = infinity.schedule(pixel_budget="0.06M").tokens
     assert all(k.shape[2] < plain for k, _ in graphs.program.kv)
+    program, last = graphs.program, infinity.schedule(pixel_budget="0.06M").last
+    assert 0 < program.longest <= program.tail[0].shape[2] <= last[0] * last[1], (
+        "layers share the room of the last scale"
+    )
     for _ in range(4):  # room is guessed better from call to call
         graphs.recorded = 0
         ask(other, 2, method=method)

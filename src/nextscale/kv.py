@@ -50,6 +50,8 @@ class LayerCache:
         self.more: Tensor | None = None  # of them that are not yet counted in it
         self.length_place = length  # where it has to be
         self.active: Tensor | None = None  # the rows at work in this scale; None = all
+        # Where keys and values of this scale go instead: all layers may share it if no later scale will read them.
+        self.tail: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def without_room(cls, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
@@ -129,6 +131,17 @@ class LayerCache:
         """Keys and values of new tokens; their queries [R, H, K, D] are left."""
         new, count = qkv.shape[1], None if chosen is None else chosen.count
         count_lengths([self])
+        if self.tail is not None:
+            if count is None:
+                count = torch.full((len(qkv),), new, device=qkv.device)
+            self._tell_rows_apart(count)
+            self.more = count
+            if stores(attn, qkv, positions):
+                return split_and_store(attn, qkv, positions, *self.tail, 0, chosen)
+            q, *kv = attn.split(qkv, taken(positions, chosen))
+            for place, found in zip(self.tail, kv, strict=True):
+                place[:, :, :new] = found
+            return q
         if self.active is None and stores(attn, qkv, positions):
             self.reserve(new)
             self._tell_rows_apart(count)
@@ -145,6 +158,8 @@ class LayerCache:
         return q
 
     def attend(self, q: Tensor, scale: float) -> Tensor:
+        if self.tail is not None:
+            return attend(q, self.k, self.v, scale, self.length, self.more, tail=self.tail)[0]
         if self.length is not None and self.active is None and runs_on(q):
             return attend(q, self.k, self.v, scale, self.length, self.more)[0]
         keys, values, mask = self.visible()

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-BLOCK_OUT, BLOCK_ROWS = 128, 64
-PROGRAMS = 264  # that share a layer, about: each reads ahead while it multiplies
+BLOCK_OUT, BLOCK_ROWS = 64, 64
+PROGRAMS = 528  # that share a layer, about: each reads ahead while it multiplies
 
 
 def fused_fold(
@@ -42,7 +42,7 @@ def fused_fold(
         SLOTS=triton.next_power_of_2(slots),
         BLOCK_OUT=BLOCK_OUT,
         num_warps=4,
-        num_stages=3,
+        num_stages=2,
     )
     return folded[0], bias, folded[1]
 

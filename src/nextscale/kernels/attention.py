@@ -24,13 +24,22 @@ def attend(
     length: Tensor | None = None,
     more: Tensor | None = None,
     entropy: bool = False,
+    tail: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """q [R, H, K, D] over the first `length` + `more` [R] of the keys and values [R, H, S, D] (all of them if None).
+    With a `tail`, `more` of them are the first of the keys and values [R, H, S', D] there.
 
     Returns what was seen [R, H, K, D] and, if asked for, the entropy of each query's weights, a mean over heads [R, K].
     """
     if runs_on(q):
-        return fused(q, k, v, scale, length, more, entropy)
+        return fused(q, k, v, scale, length, more, entropy, tail)
+    if tail is not None:
+        assert length is not None
+        assert more is not None
+        used = [t < n[:, None] for t, n in ((_slots(k), length), (_slots(tail[0]), more))]
+        mask = torch.cat(used, dim=1)[:, None, None]
+        k, v = (torch.cat(both, dim=2) for both in zip((k, v), tail, strict=True))
+        return attention(q, k, v, scale, mask), attention_entropy(q, k, scale, mask) if entropy else None
     return reference(q, k, v, scale, length if length is None or more is None else length + more, entropy)
 
 
@@ -43,5 +52,9 @@ def runs_on(q: Tensor) -> bool:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, scale: float, length: Tensor | None = None, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    mask = None if length is None else (torch.arange(k.shape[2], device=k.device) < length[:, None])[:, None, None]
+    mask = None if length is None else (_slots(k) < length[:, None])[:, None, None]
     return attention(q, k, v, scale, mask), attention_entropy(q, k, scale, mask) if entropy else None
+
+
+def _slots(k: Tensor) -> Tensor:
+    return torch.arange(k.shape[2], device=k.device)

@@ -32,16 +32,18 @@ def fused(
     length: Tensor | None = None,
     more: Tensor | None = None,
     entropy: bool = False,
+    tail: tuple[Tensor, Tensor] | None = None,
     **tuned: int,
 ) -> tuple[Tensor, Tensor | None]:
     rows, heads, queries, width = q.shape
+    keys = k.shape[2] + (0 if tail is None else tail[0].shape[2])
     out = torch.empty(rows, queries, heads, width, dtype=q.dtype, device=q.device)  # as the projection behind reads it
     if k.shape[2] <= FEW_KEYS and more is None and not entropy and not tuned:
         return over_few_keys(q, k, v, scale, length, out).transpose(1, 2), None
     spread = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device) if entropy else None
-    tuned = tuned or blocks(queries, k.shape[2])
+    tuned = tuned or blocks(queries, keys)
     groups = triton.cdiv(queries, tuned["BLOCK_Q"])
-    shares = tuned.pop("SHARES", None) or shares_of_keys(groups * rows * heads, k.shape[2])
+    shares = tuned.pop("SHARES", None) or shares_of_keys(groups * rows * heads, keys)
     seen, numbers = out, out
     if shares > 1:
         seen = torch.empty(shares, rows * heads, queries, width, dtype=torch.float32, device=q.device)
@@ -55,9 +57,11 @@ def fused(
         spread if entropy else q,
         length if length is not None else q,
         more if more is not None else q,
+        *(tail or (k, v)),
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
+        *(k if tail is None else tail[0]).stride()[:3],
         heads,
         queries,
         k.shape[2],
@@ -65,6 +69,7 @@ def fused(
         WIDTH=width,
         HAS_LENGTH=length is not None,
         HAS_MORE=more is not None,
+        TAIL=tail is not None,
         ENTROPY=entropy,
         SHARED=shares > 1,
         **tuned,
@@ -111,6 +116,17 @@ def blocks(queries: int, keys: int) -> dict[str, int]:
     return {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 
 
+@triton.jit
+def _share(keys, SHARED: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Where the keys of a program begin, how many of its blocks are whole, and where its keys end."""
+    first = 0
+    if SHARED:
+        each = tl.cdiv(tl.cdiv(keys, BLOCK_K), tl.num_programs(2)) * BLOCK_K
+        first = tl.program_id(2) * each
+        keys = tl.minimum(keys, first + each)
+    return first, tl.maximum(keys - first, 0) // BLOCK_K, keys
+
+
 @triton.jit(do_not_specialize=["queries", "keys"])
 def _attention(
     q_at,
@@ -121,6 +137,8 @@ def _attention(
     spread_at,
     length_at,
     more_at,
+    tail_k_at,
+    tail_v_at,
     q_row,
     q_head,
     q_token,
@@ -130,6 +148,9 @@ def _attention(
     v_row,
     v_head,
     v_token,
+    tail_row,
+    tail_head,
+    tail_token,
     heads,
     queries,
     keys,
@@ -137,6 +158,7 @@ def _attention(
     WIDTH: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_MORE: tl.constexpr,
+    TAIL: tl.constexpr,
     ENTROPY: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -146,28 +168,39 @@ def _attention(
     head = tl.program_id(1) % heads
     if HAS_LENGTH:
         keys = tl.load(length_at + row).to(tl.int32)
+    more = 0
     if HAS_MORE:
-        keys += tl.load(more_at + row).to(tl.int32)
-    first = 0
-    if SHARED:
-        each = tl.cdiv(tl.cdiv(keys, BLOCK_K), tl.num_programs(2)) * BLOCK_K
-        first = tl.program_id(2) * each
-        keys = tl.minimum(keys, first + each)
+        more = tl.load(more_at + row).to(tl.int32)
+    if not TAIL:
+        keys += more
     mine = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     channel = tl.arange(0, WIDTH)
     real = mine < queries
     place = q_at + row * q_row + head * q_head + mine[:, None] * q_token + channel
     q = tl.load(place, mask=real[:, None], other=0.0)
-    other = first + tl.arange(0, BLOCK_K)
-    k_place = k_at + row * k_row + head * k_head + other[None, :] * k_token + channel[:, None]
-    v_place = v_at + row * v_row + head * v_head + other[:, None] * v_token + channel[None, :]
     top = tl.full((BLOCK_Q,), -1e30, tl.float32)  # below every score, and times 0 it is 0
     total = tl.zeros((BLOCK_Q,), tl.float32)
     weighted = tl.zeros((BLOCK_Q,), tl.float32)
     seen = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
-    whole = tl.maximum(keys - first, 0) // BLOCK_K * BLOCK_K
-    for _ in tl.range(0, whole, BLOCK_K):
-        k = tl.load(k_place)
+    other = tl.arange(0, BLOCK_K)
+    k_at += row * k_row + head * k_head
+    v_at += row * v_row + head * v_head
+    first, whole, end = _share(keys, SHARED, BLOCK_K)
+    blocks, segments = whole, 1
+    if TAIL:
+        tail_k_at += row * tail_row + head * tail_head
+        tail_v_at += row * tail_row + head * tail_head
+        tail_first, tail_whole, tail_end = _share(more, SHARED, BLOCK_K)
+        blocks, segments = whole + tail_whole, 2
+    for block in tl.range(0, blocks):
+        start = first + block * BLOCK_K
+        k_here, v_here, k_by, v_by = k_at, v_at, k_token, v_token
+        if TAIL:
+            apart = block >= whole
+            start = tl.where(apart, tail_first + (block - whole) * BLOCK_K, start)
+            k_here, v_here = tl.where(apart, tail_k_at, k_at), tl.where(apart, tail_v_at, v_at)
+            k_by, v_by = tl.where(apart, tail_token, k_token), tl.where(apart, tail_token, v_token)
+        k = tl.load(k_here + (start + other)[None, :] * k_by + channel[:, None])
         s = tl.dot(q, k)
         higher = tl.maximum(top, tl.max(s, 1) * scale)
         below = s * scale - higher[:, None]
@@ -176,26 +209,35 @@ def _attention(
         if ENTROPY:
             weighted = (weighted + total * (top - higher)) * fade + tl.sum(p * below, 1)
         total = total * fade + tl.sum(p, 1)
-        v = tl.load(v_place)
+        v = tl.load(v_here + (start + other)[:, None] * v_by + channel[None, :])
         seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
         top = higher
-        k_place += BLOCK_K * k_token
-        v_place += BLOCK_K * v_token
-    if first + whole < keys:
-        visible = whole + other < keys
-        k = tl.load(k_place, mask=visible[None, :], other=0.0)
-        v = tl.load(v_place, mask=visible[:, None], other=0.0)  # early: both are waited for at once
-        s = tl.where(visible[None, :], tl.dot(q, k) * scale, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        below = s - higher[:, None]
-        p = tl.exp2(below)
-        fade = tl.exp2(top - higher)
-        if ENTROPY:
-            here = tl.sum(tl.where(visible[None, :], p * below, 0.0), 1)
-            weighted = (weighted + total * (top - higher)) * fade + here
-        total = total * fade + tl.sum(p, 1)
-        seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
-        top = higher
+    # What is left at the end of each: less than a block.
+    for segment in tl.range(0, segments, num_stages=1):
+        start, last = first + whole * BLOCK_K, end
+        k_here, v_here, k_by, v_by = k_at, v_at, k_token, v_token
+        if TAIL:
+            apart = segment > 0
+            start = tl.where(apart, tail_first + tail_whole * BLOCK_K, start)
+            last = tl.where(apart, tail_end, end)
+            k_here, v_here = tl.where(apart, tail_k_at, k_at), tl.where(apart, tail_v_at, v_at)
+            k_by, v_by = tl.where(apart, tail_token, k_token), tl.where(apart, tail_token, v_token)
+        if start < last:
+            key = start + other
+            visible = key < last
+            k = tl.load(k_here + key[None, :] * k_by + channel[:, None], mask=visible[None, :], other=0.0)
+            v = tl.load(v_here + key[:, None] * v_by + channel[None, :], mask=visible[:, None], other=0.0)
+            s = tl.where(visible[None, :], tl.dot(q, k) * scale, float("-inf"))
+            higher = tl.maximum(top, tl.max(s, 1))
+            below = s - higher[:, None]
+            p = tl.exp2(below)
+            fade = tl.exp2(top - higher)
+            if ENTROPY:
+                here = tl.sum(tl.where(visible[None, :], p * below, 0.0), 1)
+                weighted = (weighted + total * (top - higher)) * fade + here
+            total = total * fade + tl.sum(p, 1)
+            seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
+            top = higher
     if SHARED:
         at = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * queries + mine
         tl.store(out_at + at[:, None] * WIDTH + channel, seen, mask=real[:, None])

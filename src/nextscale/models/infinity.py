@@ -236,9 +236,7 @@ class Infinity(ModulatedBackbone):
         rows = self.text_rows(condition, guided)
         counts = tuple(map(len, rows))
         slots = -(-max(counts) // condition.slots) * condition.slots
-        text = torch.zeros(len(rows), slots, rows[0].shape[1], device=self.device)
-        for place, row in zip(text, rows, strict=True):
-            place[: len(row)] = row
+        text = torch.stack([F.pad(row, (0, 0, 0, slots - len(row))) for row in rows]).float()
         return text, *lengths_and_mask(counts, slots, self.device)
 
     def read_text(self, text: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nextscale.draws import PerImageDraws
 from nextscale.kv import LayerCache
@@ -76,7 +76,7 @@ class Graphs(Eager):
         key = (work.backbone, work.schedule, work.sampling, shapes, images, guided, method)
         if self.program is None or self.key != key:
             self.program = None  # frees the old one first
-            pack(work.backbone.blocks)
+            pack(pieces(work))
             run = super().open(work, inputs, images, guided)
             tokens = work.backbone.context + work.schedule.tokens
             if passive(work.policy):
@@ -129,7 +129,10 @@ class Graphs(Eager):
             program.memory.remember(remembered)
             use(kv, used)
             need = tuple(map(max, wanted, need))
-        program.used = list(map(operator.add, program.used, wanted))
+        if ends(work, task):
+            program.longest = max(wanted)
+        else:
+            program.used = list(map(operator.add, program.used, wanted))
         self.ran.append((scale, captured))
         return step
 
@@ -137,13 +140,13 @@ class Graphs(Eager):
         self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], used: tuple[Used, ...], need: Slots
     ) -> tuple[Captured, Slots]:
         """A graph of this scale that has room for what layers need, and its room."""
-        scale, plan = task.scale, task.plan
+        scale, plan, last = task.scale, task.plan, ends(work, task)
         key = (scale.index, task.rows, plan.variant, plan.needs, used, tuple(program.numbers.told), work.watched)
         while True:
             shelf = program.shelves.setdefault(key, Shelf())
-            self.slots = shelf.slots(need, program.left, scale.tokens)
+            self.slots = shelf.slots(need, program.left(last), scale.tokens)
             room = self.slots or room_for_all(work, scale)
-            if not program.make_room(room, kv):
+            if not (program.make_tail(max(room)) if last else program.make_room(room, kv)):
                 break
         if self.slots not in shelf.graphs:
             program.save()
@@ -172,6 +175,10 @@ class Graphs(Eager):
 
     def capture(self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache]) -> Captured:
         kv = [copy.copy(cache) for cache in kv]
+        if ends(work, task):
+            k, v = (t[: len(kv[0].k)] for t in program.tail)
+            for cache in kv:
+                cache.tail = k, v
         before, remembered = used_of(kv), program.memory.entries()
         work = dataclasses.replace(work, draws=program.draws)
         told: Told | None = None
@@ -287,6 +294,18 @@ class Graphs(Eager):
 def room_for_all(work: Work, scale: Scale) -> Slots:
     """In every layer."""
     return (scale.tokens + (0 if scale.index else work.backbone.context),) * work.backbone.depth
+
+
+def pieces(work: Work) -> list[nn.Module]:
+    """Of both models, each to be packed. The decoder is packed by who runs it."""
+    model, tokenizer = work.backbone, work.tokenizer
+    others = [m for m in model.children() if m is not model.blocks]
+    return [*model.blocks, *others, *(m for m in tokenizer.children() if m is not tokenizer.decoder)]
+
+
+def ends(work: Work, task: Task) -> bool:
+    """Whether no layer has to keep what it stores: nobody reads it later, nor asks how attention was spread."""
+    return task.scale.index == len(work.schedule) - 1 and bool(task.plan.slots) and not task.plan.needs
 
 
 def used_of(kv: Sequence[LayerCache]) -> list[Used]:

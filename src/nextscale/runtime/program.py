@@ -67,6 +67,10 @@ class Arena:
                 storage.resize_(size)
 
 
+def with_room_to_spare(tokens: int) -> int:
+    return -(-math.ceil(tokens * SPARE) // 64) * 64
+
+
 class Program:
     """Everything of one shape of call, at fixed places."""
 
@@ -77,6 +81,9 @@ class Program:
         self.kv = [(cache.k, cache.v) for cache in run.kv]
         self.rooms = [cache.k.shape[2] for cache in run.kv]  # entries that the cache of each layer has room for
         self.used = [0] * len(self.kv)  # of them that are used at most, in the call at work
+        # Keys and values of the last scale, of one layer at a time: nobody reads them later.
+        self.tail = tuple(t[:, :, :0].clone() for t in self.kv[0])
+        self.longest = 0  # how much of it the newest call needed
         rows = len(run.kv[0].k)
         self.lengths = torch.zeros(len(self.kv), rows, dtype=torch.long, device=self.features.device)
         self.before = self.features.clone(), self.lengths.clone()
@@ -145,14 +152,25 @@ class Program:
             self.shelves.clear()
         return grown
 
-    @property
-    def left(self) -> list[int]:
-        """Room in the cache of each layer."""
+    def make_tail(self, tokens: int) -> bool:
+        """For the last scale. Whether it grew."""
+        if tokens <= self.tail[0].shape[2]:
+            return False
+        shape = [*self.tail[0].shape[:2], tokens, self.tail[0].shape[3]]
+        wait_for(self.features.device)  # a graph may still be at work
+        self.shelves.clear()
+        self.tail = tuple(t.new_zeros(shape) for t in self.tail)
+        return True
+
+    def left(self, last: bool) -> list[int]:
+        """Room in the cache of each layer, or at the last scale."""
+        if last:
+            return [self.tail[0].shape[2]] * len(self.rooms)
         return list(map(operator.sub, self.rooms, self.used))
 
     def needed(self) -> list[int]:
         """Room that a call like the last one needs in the cache of each layer."""
-        return [-(-math.ceil(used * SPARE) // 64) * 64 for used in self.used]
+        return list(map(with_room_to_spare, self.used))
 
     def settle(self, rooms: Sequence[int]) -> None:
         """It is known how large the caches have to be: put them side by side. No graph knows them there."""
@@ -161,18 +179,21 @@ class Program:
         places = self.memory.places
         assert places is not None
         kv = [(*k.shape[:2], room, k.shape[3]) for (k, _), room in zip(self.kv, rooms, strict=True)]
+        kv.append((*self.tail[0].shape[:2], with_room_to_spare(self.longest), self.tail[0].shape[3]))
         dtype, names = self.kv[0][0].dtype, list(places.tensors)
         like: list[tuple[Sequence[int], torch.dtype]] = [(shape, dtype) for shape in kv for _ in "kv"]
         like += [(places.tensors[name].shape, places.tensors[name].dtype) for name in names]
         wait_for(self.features.device)  # a graph may still be at work
         self.shelves.clear()
         self.kv.clear()
+        self.tail = ()
         places.tensors.clear()
         self.memory.remember({})
         if self.side is not None:
             torch.cuda.empty_cache()  # of what was too small or too large
         found = iter(self.arena.divide(like))
-        self.kv, self.rooms = [(next(found), next(found)) for _ in kv], list(rooms)
+        *self.kv, self.tail = [(next(found), next(found)) for _ in kv]
+        self.rooms = list(rooms)
         places.tensors.update({name: next(found) for name in names})
 
     def save(self) -> None:
