@@ -155,6 +155,17 @@ def test_the_decoder_of_graphs(make) -> None:
     assert (a - b).abs().max() < 1e-3
 
 
+def test_pictures_are_encoded_after_graphs_ran() -> None:
+    """They put the encoder aside."""
+    pipe, other = tiny_infinity().to("cuda"), tiny_infinity().to("cuda")
+    other.executor = make_executor("graphs", other.device)
+    picture = ask(other, 1, output_type="pt").images
+    assert other.tokenizer.encoder.conv_in.weight.device.type == "cpu"
+    expected, found = (p.encode(picture * 2 - 1) for p in (pipe, other))
+    assert all(map(torch.equal, expected, found))
+    assert ask(other, 1, output_type="pt").images.device.type == "cuda"
+
+
 def test_graphs_notice_weights_that_are_not_finite() -> None:
     pipe = tiny_infinity().to("cuda")
     pipe.executor = make_executor("graphs", pipe.device)

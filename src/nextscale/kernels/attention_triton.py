@@ -117,14 +117,64 @@ def blocks(queries: int, keys: int) -> dict[str, int]:
 
 
 @triton.jit
-def _share(keys, SHARED: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where the keys of a program begin, how many of its blocks are whole, and where its keys end."""
+def _walk(
+    q,
+    k_at,
+    v_at,
+    k_token,
+    v_token,
+    keys,
+    scale,
+    top,
+    total,
+    weighted,
+    seen,
+    WIDTH: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Over the keys of a row and head, or over a program's share of them."""
     first = 0
     if SHARED:
         each = tl.cdiv(tl.cdiv(keys, BLOCK_K), tl.num_programs(2)) * BLOCK_K
         first = tl.program_id(2) * each
         keys = tl.minimum(keys, first + each)
-    return first, tl.maximum(keys - first, 0) // BLOCK_K, keys
+    channel, other = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK_K)
+    k_place = k_at + other[None, :] * k_token + channel[:, None]
+    v_place = v_at + other[:, None] * v_token + channel[None, :]
+    whole = tl.maximum(keys - first, 0) // BLOCK_K * BLOCK_K
+    for _ in tl.range(0, whole, BLOCK_K):
+        k = tl.load(k_place)
+        s = tl.dot(q, k)
+        higher = tl.maximum(top, tl.max(s, 1) * scale)
+        below = s * scale - higher[:, None]
+        p = tl.exp2(below)
+        fade = tl.exp2(top - higher)
+        if ENTROPY:
+            weighted = (weighted + total * (top - higher)) * fade + tl.sum(p * below, 1)
+        total = total * fade + tl.sum(p, 1)
+        v = tl.load(v_place)
+        seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
+        top = higher
+        k_place += BLOCK_K * k_token
+        v_place += BLOCK_K * v_token
+    if first + whole < keys:
+        visible = whole + other < keys
+        k = tl.load(k_place, mask=visible[None, :], other=0.0)
+        v = tl.load(v_place, mask=visible[:, None], other=0.0)  # early: both are waited for at once
+        s = tl.where(visible[None, :], tl.dot(q, k) * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        below = s - higher[:, None]
+        p = tl.exp2(below)
+        fade = tl.exp2(top - higher)
+        if ENTROPY:
+            here = tl.sum(tl.where(visible[None, :], p * below, 0.0), 1)
+            weighted = (weighted + total * (top - higher)) * fade + here
+        total = total * fade + tl.sum(p, 1)
+        seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
+        top = higher
+    return top, total, weighted, seen
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
@@ -182,62 +232,17 @@ def _attention(
     total = tl.zeros((BLOCK_Q,), tl.float32)
     weighted = tl.zeros((BLOCK_Q,), tl.float32)
     seen = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
-    other = tl.arange(0, BLOCK_K)
     k_at += row * k_row + head * k_head
     v_at += row * v_row + head * v_head
-    first, whole, end = _share(keys, SHARED, BLOCK_K)
-    blocks, segments = whole, 1
+    top, total, weighted, seen = _walk(
+        q, k_at, v_at, k_token, v_token, keys, scale, top, total, weighted, seen, WIDTH, ENTROPY, SHARED, BLOCK_K
+    )
     if TAIL:
-        tail_k_at += row * tail_row + head * tail_head
-        tail_v_at += row * tail_row + head * tail_head
-        tail_first, tail_whole, tail_end = _share(more, SHARED, BLOCK_K)
-        blocks, segments = whole + tail_whole, 2
-    for block in tl.range(0, blocks):
-        start = first + block * BLOCK_K
-        k_here, v_here, k_by, v_by = k_at, v_at, k_token, v_token
-        if TAIL:
-            apart = block >= whole
-            start = tl.where(apart, tail_first + (block - whole) * BLOCK_K, start)
-            k_here, v_here = tl.where(apart, tail_k_at, k_at), tl.where(apart, tail_v_at, v_at)
-            k_by, v_by = tl.where(apart, tail_token, k_token), tl.where(apart, tail_token, v_token)
-        k = tl.load(k_here + (start + other)[None, :] * k_by + channel[:, None])
-        s = tl.dot(q, k)
-        higher = tl.maximum(top, tl.max(s, 1) * scale)
-        below = s * scale - higher[:, None]
-        p = tl.exp2(below)
-        fade = tl.exp2(top - higher)
-        if ENTROPY:
-            weighted = (weighted + total * (top - higher)) * fade + tl.sum(p * below, 1)
-        total = total * fade + tl.sum(p, 1)
-        v = tl.load(v_here + (start + other)[:, None] * v_by + channel[None, :])
-        seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
-        top = higher
-    # What is left at the end of each: less than a block.
-    for segment in tl.range(0, segments, num_stages=1):
-        start, last = first + whole * BLOCK_K, end
-        k_here, v_here, k_by, v_by = k_at, v_at, k_token, v_token
-        if TAIL:
-            apart = segment > 0
-            start = tl.where(apart, tail_first + tail_whole * BLOCK_K, start)
-            last = tl.where(apart, tail_end, end)
-            k_here, v_here = tl.where(apart, tail_k_at, k_at), tl.where(apart, tail_v_at, v_at)
-            k_by, v_by = tl.where(apart, tail_token, k_token), tl.where(apart, tail_token, v_token)
-        if start < last:
-            key = start + other
-            visible = key < last
-            k = tl.load(k_here + key[None, :] * k_by + channel[:, None], mask=visible[None, :], other=0.0)
-            v = tl.load(v_here + key[:, None] * v_by + channel[None, :], mask=visible[:, None], other=0.0)
-            s = tl.where(visible[None, :], tl.dot(q, k) * scale, float("-inf"))
-            higher = tl.maximum(top, tl.max(s, 1))
-            below = s - higher[:, None]
-            p = tl.exp2(below)
-            fade = tl.exp2(top - higher)
-            if ENTROPY:
-                here = tl.sum(tl.where(visible[None, :], p * below, 0.0), 1)
-                weighted = (weighted + total * (top - higher)) * fade + here
-            total = total * fade + tl.sum(p, 1)
-            seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
-            top = higher
+        k_at = tail_k_at + row * tail_row + head * tail_head
+        v_at = tail_v_at + row * tail_row + head * tail_head
+        top, total, weighted, seen = _walk(
+            q, k_at, v_at, tail_token, tail_token, more, scale, top, total, weighted, seen, WIDTH, ENTROPY, SHARED, BLOCK_K
+        )  # fmt: skip
     if SHARED:
         at = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * queries + mine
         tl.store(out_at + at[:, None] * WIDTH + channel, seen, mask=real[:, None])

@@ -76,6 +76,7 @@ class Graphs(Eager):
         key = (work.backbone, work.schedule, work.sampling, shapes, images, guided, method)
         if self.program is None or self.key != key:
             self.program = None  # frees the old one first
+            work.tokenizer.encoder.to("cpu")  # `encode` fetches it
             pack(pieces(work))
             run = super().open(work, inputs, images, guided)
             tokens = work.backbone.context + work.schedule.tokens
@@ -297,10 +298,9 @@ def room_for_all(work: Work, scale: Scale) -> Slots:
 
 
 def pieces(work: Work) -> list[nn.Module]:
-    """Of both models, each to be packed. The decoder is packed by who runs it."""
-    model, tokenizer = work.backbone, work.tokenizer
-    others = [m for m in model.children() if m is not model.blocks]
-    return [*model.blocks, *others, *(m for m in tokenizer.children() if m is not tokenizer.decoder)]
+    """Of the model, each to be packed."""
+    model = work.backbone
+    return [*model.blocks, *(m for m in model.children() if m is not model.blocks)]
 
 
 def ends(work: Work, task: Task) -> bool:

@@ -22,8 +22,8 @@ from nextscale.runtime.eager import Work
 from nextscale.runtime.shelf import Shelf
 
 SHARE = 0.2  # of a plain run's tokens: room in the KV cache to begin with, if a method leaves tokens out
-SPARE = 1.15  # times what the first call needed of it: what is kept for the others
-STREAMS = 3  # residual streams of the last scale that graphs hold at once, about
+SPARE = 1.1  # times what the first call needed of it: what is kept for the others
+STREAMS = 2.5  # residual streams of the last scale that graphs hold at once, about
 
 Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
 
@@ -108,7 +108,7 @@ class Program:
     def make_working_memory(self) -> None:
         """In one piece, before graphs ask for it bit by bit: what early scales ask for is too small for later ones."""
         if self.settled and not self.has_working_memory:
-            torch.empty(STREAMS * self.stream, dtype=torch.uint8, device=self.features.device)
+            torch.empty(int(STREAMS * self.stream), dtype=torch.uint8, device=self.features.device)
             self.has_working_memory = True
 
     def load(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nextscale.errors import NextscaleError
 from nextscale.schedule import Scale, Schedule
-from nextscale.tokenizers.autoencoder import Decoder
+from nextscale.tokenizers.autoencoder import Decoder, Encoder
 
 
 @dataclass
@@ -28,6 +28,7 @@ class ImageTokenizer(nn.Module, ABC):
     """Scales are those of the transformer; a tokenizer that packs 2 x 2 cells into a token does so inside."""
 
     config: Any
+    encoder: Encoder
     decoder: Decoder
     stride: int  # pixels per token side
     fold: int = 1  # pixels per side of the largest map of the decoder
@@ -38,7 +39,7 @@ class ImageTokenizer(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return self.decoder.conv_in.weight.device
 
     def decoder_bytes(self, schedule: Schedule) -> int:
         """Buffers of the decoder per image, all at full size: maps of a residual block and the workspace of its
@@ -87,6 +88,7 @@ class ImageTokenizer(nn.Module, ABC):
     @torch.no_grad()
     def encode(self, images: Tensor, schedule: Schedule) -> Encoded:
         """Images [B, 3, H, W] in [-1, 1] -> tokens of every scale: each describes what the earlier ones left over."""
+        self.encoder.to(self.device)  # who only decodes may have put it elsewhere
         rest = self.analyse(images)
         want = self.blank(1, schedule).shape[2:]
         if rest.shape[2:] != want:
