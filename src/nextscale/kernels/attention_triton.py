@@ -240,9 +240,10 @@ def _attention(
     if TAIL:
         k_at = tail_k_at + row * tail_row + head * tail_head
         v_at = tail_v_at + row * tail_row + head * tail_head
+        k_token, v_token, keys = tail_token, tail_token, more
         top, total, weighted, seen = _walk(
-            q, k_at, v_at, tail_token, tail_token, more, scale, top, total, weighted, seen, WIDTH, ENTROPY, SHARED, BLOCK_K
-        )  # fmt: skip
+            q, k_at, v_at, k_token, v_token, keys, scale, top, total, weighted, seen, WIDTH, ENTROPY, SHARED, BLOCK_K
+        )
     if SHARED:
         at = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * queries + mine
         tl.store(out_at + at[:, None] * WIDTH + channel, seen, mask=real[:, None])
