@@ -58,10 +58,10 @@ class Captures:
             left = [self.tail if last else room - some for room, some in zip(self.rooms, used, strict=True)]
         if any(n > some for n, some in zip(need, left, strict=True)):
             if last:
-                self.tail = max(need)
+                self.tail = max(*need, self.tail + self.tail // 8)
             else:
                 self.rooms = [r + max(n - s, r // 8, 0) for r, n, s in zip(self.rooms, need, left, strict=True)]
-            self.shelves.clear()
+            self.shelves = {t: shelf for t, shelf in self.shelves.items() if last and t <= scale.index}
             return self.slots(scale, need, used, last)
         shelf = self.shelves.setdefault(scale.index + 1, Shelf())
         before = len(shelf.wasted)

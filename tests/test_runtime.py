@@ -234,6 +234,8 @@ def test_scales_fetch_the_numbers_that_were_told_for_them() -> None:
     order = numbers.tell("order", torch.tensor([3.0, 1.0]), cpu)  # what is long or made on the device is there at once
     assert order.tolist() == [3.0, 1.0]
     assert list(numbers.told) == ["ratio"]
+    with pytest.raises(NextscaleError, match="'ratio' was told as 2 numbers, and is 1 now"):
+        numbers.tell("ratio", [1.0], cpu)
     numbers.begin()
     numbers.tell("ratio", [0.125, 0.0], cpu)
     numbers.put(2)
@@ -326,6 +328,10 @@ def test_the_cache_of_graphs_grows_with_what_is_kept(infinity, monkeypatch) -> N
         graphs.recorded = 0
         ask(other, 2, method=method)
     assert graphs.recorded == 0, "once it is large enough, graphs stay"
+    scales = {key[0] for key in program.shelves}
+    assert program.make_tail(program.tail[0].shape[2] + 1, max(scales))
+    assert {key[0] for key in program.shelves} == scales - {max(scales)}, "only the last scale has to be captured anew"
+    assert same_tokens(ask(infinity, 2, method=method), ask(other, 2, method=method))
     assert graphs.program.settled
     memory = graphs.program.arena.memory.untyped_storage().data_ptr()
     assert any(k.untyped_storage().data_ptr() == memory for k, _ in graphs.program.kv)

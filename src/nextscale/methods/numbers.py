@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nextscale.errors import NextscaleError
 from nextscale.kernels.host import carry
 
 
@@ -42,10 +43,12 @@ class FetchedNumbers(HostNumbers):
     def tell(self, name: str, numbers: list[float] | Tensor, device: torch.device) -> Tensor:
         if isinstance(numbers, Tensor):
             return super().tell(name, numbers, device)
-        if name not in self.places or len(self[name]) != len(numbers):
+        if name not in self.places:
             self[name] = torch.zeros(len(numbers), dtype=torch.float64, device=device)
             place = torch.zeros(self.scales, len(numbers), dtype=torch.float64, pin_memory=device.type == "cuda")
             self.places[name] = place, place.numpy()
+        if len(self[name]) != len(numbers):
+            raise NextscaleError(f"{name!r} was told as {len(self[name])} numbers, and is {len(numbers)} now")
         self.told[name] = numbers
         return self[name]
 

@@ -53,9 +53,8 @@ class Graphs(Eager):
         self.reason = ""  # why this call is not captured
         self.apart = False  # pictures of this call have run different scales
         self.ran: list[tuple[Scale, Captured]] = []  # captured scales of this call
-        self.left: tuple[dict[Hashable, Any], tuple[Used, ...]] | None = (
-            None  # memory and caches, by the newest of them
-        )
+        # What the newest of them left in the method's memory and in the caches.
+        self.newest: tuple[dict[Hashable, Any], tuple[Used, ...]] | None = None
         self.reports: list[Report] = []  # of them
         self.scales = self.again = 0  # reduced scales that were run, and those that needed more room
         self.captured = 0  # scales
@@ -66,7 +65,7 @@ class Graphs(Eager):
             report.read()
         self.ran.clear()
         self.reports.clear()
-        self.left = None
+        self.newest = None
         self.apart, self.reason = False, why_not(work)
         if self.reason:
             logger.info("no CUDA graphs: %s", self.reason)
@@ -77,7 +76,7 @@ class Graphs(Eager):
         if self.program is None or self.key != key:
             self.program = None  # frees the old one first
             work.tokenizer.encoder.to("cpu")  # `encode` fetches it
-            pack(pieces(work))
+            pack(large_parts(work.backbone))
             run = super().open(work, inputs, images, guided)
             tokens = work.backbone.context + work.schedule.tokens
             if passive(work.policy):
@@ -104,7 +103,7 @@ class Graphs(Eager):
         # What a method remembers of pictures that rest lies anywhere: from then on nothing can be captured.
         self.apart |= some and not passive(work.policy)
         if self.reason or program is None or some or self.apart:
-            self.slots, self.left = (), None
+            self.slots, self.newest = (), None
             if program is not None and not self.reason:  # some pictures rest: their rows of the cache are kept
                 program.numbers.put(scale.index)
                 program.numbers.fetch(scale.index)
@@ -116,7 +115,7 @@ class Graphs(Eager):
             program.features.copy_(features)
         program.draws.refill(scale.index, range(len(features)))
         program.numbers.put(scale.index)
-        remembered, used = self.left or (program.memory.entries(), tuple(used_of(kv)))
+        remembered, used = self.newest or (program.memory.entries(), tuple(used_of(kv)))
         need = plan.slots
         self.scales += bool(need)
         while True:
@@ -147,7 +146,7 @@ class Graphs(Eager):
             shelf = program.shelves.setdefault(key, Shelf())
             self.slots = shelf.slots(need, program.left(last), scale.tokens)
             room = self.slots or room_for_all(work, scale)
-            if not (program.make_tail(max(room)) if last else program.make_room(room, kv)):
+            if not (program.make_tail(max(room), scale.index) if last else program.make_room(room, kv)):
                 break
         if self.slots not in shelf.graphs:
             program.save()
@@ -163,7 +162,7 @@ class Graphs(Eager):
         work.policy.meanwhile()
         program.memory.remember(made.memory)
         use(kv, made.kv)
-        self.left = made.memory, made.kv
+        self.newest = made.memory, made.kv
         self.reports.append(Report(made.told, captured.graph.wait))
         chosen, before = made.chosen.copied(), made.step.stats
         return dataclasses.replace(
@@ -297,10 +296,8 @@ def room_for_all(work: Work, scale: Scale) -> Slots:
     return (scale.tokens + (0 if scale.index else work.backbone.context),) * work.backbone.depth
 
 
-def pieces(work: Work) -> list[nn.Module]:
-    """Of the model, each to be packed."""
-    model = work.backbone
-    return [*model.blocks, *(m for m in model.children() if m is not model.blocks)]
+def large_parts(backbone: Backbone) -> list[nn.Module]:
+    return [*backbone.blocks, *(m for m in backbone.children() if m is not backbone.blocks)]
 
 
 def ends(work: Work, task: Task) -> bool:

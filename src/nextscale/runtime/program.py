@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,7 +98,7 @@ class Program:
         self.side: Any = torch.cuda.Stream() if self.features.is_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if self.features.is_cuda else None
         self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
-        self.shelves: dict[Hashable, Shelf] = {}  # of captured scales
+        self.shelves: dict[tuple[Any, ...], Shelf] = {}  # of captured scales, each by its index and more
         self.decoding: tuple[Any, Tensor, Tensor] | None = None  # a graph, the maps it reads, the pictures it makes
         self.arena = Arena(self.features.device, self.side)
         self.settled = False
@@ -152,14 +152,14 @@ class Program:
             self.shelves.clear()
         return grown
 
-    def make_tail(self, tokens: int) -> bool:
-        """For the last scale. Whether it grew."""
-        if tokens <= self.tail[0].shape[2]:
+    def make_tail(self, tokens: int, last: int) -> bool:
+        """For so many tokens of the last scale. Whether it grew: then none of its graphs knows the place."""
+        rows, heads, room, width = self.tail[0].shape
+        if tokens <= room:
             return False
-        shape = [*self.tail[0].shape[:2], tokens, self.tail[0].shape[3]]
         wait_for(self.features.device)  # a graph may still be at work
-        self.shelves.clear()
-        self.tail = tuple(t.new_zeros(shape) for t in self.tail)
+        self.shelves = {key: shelf for key, shelf in self.shelves.items() if key[0] != last}
+        self.tail = tuple(t.new_zeros(rows, heads, max(tokens, room + room // 8), width) for t in self.tail)
         return True
 
     def left(self, last: bool) -> list[int]:
