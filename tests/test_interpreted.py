@@ -1,6 +1,7 @@
-"""Whole runs with Triton's kernels on the CPU, in Triton's interpreter (`make test-kernels`, some minutes).
+"""Triton's kernels on the CPU, in Triton's interpreter (`make test-kernels`, some minutes).
 
-Of the kernels that a run in float32 uses; those in 16 bits need a GPU.
+Whole runs with the kernels that a run in float32 uses. Those in 16 bits need a GPU; two that matter are tried alone, for
+the interpreter does not mind their being asked in float32.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import os
 
 import pytest
 import torch
+from torch import nn
 
 from conftest import ask
 from nextscale import NOVA
-from nextscale.kernels import lens
+from nextscale.kernels import absorbed, attention, lens
 from nextscale.testing import tiny_infinity
 
 pytest.importorskip("triton")
@@ -92,3 +94,41 @@ def test_kernels_give_the_tokens_of_torch(name: str, patchify: bool, monkeypatch
     assert all(map(torch.equal, found.tokens, expected.tokens))
     assert kept(found) == kept(expected)
     assert torch.allclose(found.images, expected.images, atol=1e-5)
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize("apart", [False, True], ids=["cache", "cache and tail"])
+def test_attention(shares: int, apart: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v, *tail = (torch.randn(2, 1, n, 32) for n in (20, 150, 150, 150, 150))
+    length, more = torch.tensor([70, 128]), torch.tensor([64, 130])  # whole blocks of 64 keys, and parts of one
+    tuned = {"SHARES": shares, "BLOCK_Q": 16, "BLOCK_K": 64, "num_warps": 4}
+    seen, entropy = attention.fused(
+        q, k, v, 0.2, length, more if apart else None, True, tuple(tail) if apart else None, **tuned
+    )
+    if apart:
+        pairs = zip((k, v), tail, strict=True)
+        k, v = (
+            torch.stack([torch.cat((a[r, :, :n], b[r], a[r, :, n:]), 1) for r, n in enumerate(length)])
+            for a, b in pairs
+        )
+        length = length + more
+    right, spread = attention.reference(q, k, v, 0.2, length, entropy=True)
+    assert torch.allclose(seen, right, atol=1e-5)
+    assert torch.allclose(entropy, spread, atol=1e-5)
+
+
+def test_keys_and_values_that_know_the_layers() -> None:
+    torch.manual_seed(0)
+    q, proj = nn.Linear(256, 256), nn.Linear(256, 256)
+    k, v = torch.randn(2, 48, 2, 2, 128).permute(2, 0, 3, 1, 4)
+    length = torch.tensor([20, 48])
+    with torch.inference_mode():
+        right, found = (f(q, proj, k, v, 0.3, length) for f in (absorbed.fold, absorbed.fused_fold))
+        visible = right[1].isfinite()
+        assert torch.equal(found[1].isfinite(), visible)
+        for a, b in zip(right, found, strict=True):
+            assert torch.allclose(a[visible], b[visible], atol=1e-5)
+        scores = torch.randn(2, 9, 96)
+        expected = absorbed.softmax(scores, right[1], 2, torch.float32)
+        assert torch.allclose(absorbed.fused_softmax(scores, right[1], 2, torch.float32), expected, atol=1e-6)
