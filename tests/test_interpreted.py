@@ -1,7 +1,7 @@
 """Triton's kernels on the CPU, in Triton's interpreter (`make test-kernels`, some minutes).
 
-Whole runs with the kernels that a run in float32 uses. Those in 16 bits need a GPU; two of them are tried alone, for the
-interpreter does not mind float32.
+Whole runs with the kernels that a run in float32 uses. Those in 16 bits need a GPU; two of them are tried alone, for
+the interpreter does not mind float32.
 """
 
 from __future__ import annotations
