@@ -220,9 +220,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-    colours = {"eager": "#D55E00", "compiled": "#E69F00", "graphs": "#0072B2"}
+    styles = {"eager": "--", "compiled": ":", "graphs": "-"}
     ratios = dict.fromkeys(["none", *(r["ratios"] for r in rows)])
-    styles = dict(zip(ratios, ("-o", "--s", ":^", "-.d", "--v"), strict=False))
+    looks = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "d"), ("#E69F00", "v"))
+    of_ratios = dict(zip(ratios, itertools.cycle(looks), strict=False))
     panels = list(dict.fromkeys((r["model"], r["images"]) for r in rows))
     figure, axes = plt.subplots(
         1, len(panels), figsize=(5.2 * len(panels), 4), layout="constrained", squeeze=False, sharey=True
@@ -230,11 +231,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, (model, images) in zip(axes[0], panels, strict=True):
         for row in rows:
             if (row["model"], row["images"]) == (model, images):
-                style = styles[row["ratios"]]
+                colour, marker = of_ratios[row["ratios"]]
                 what = "nothing dropped" if row["ratios"] == "none" else row["ratios"]
                 label = f"{row['runtime']}, {what}: {row['ms']:.0f} ms"
                 scales = range(1, len(row["scales_ms"]) + 1)
-                axis.plot(scales, row["scales_ms"], style, color=colours[row["runtime"]], ms=4, lw=1.4, label=label)
+                look = {"color": colour, "marker": marker, "ls": styles[row["runtime"]], "ms": 4, "lw": 1.4}
+                axis.plot(scales, row["scales_ms"], label=label, **look)
         axis.set(xlabel="scale", yscale="log", title=f"{model}, batch {images}", xticks=list(scales))
         axis.yaxis.set_major_formatter(ScalarFormatter())
         axis.yaxis.set_minor_formatter(NullFormatter())

@@ -25,7 +25,7 @@ from nextscale.draws import PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.base import Policy, Stats
 from nextscale.models.base import Backbone
-from nextscale.packing import pack
+from nextscale.packing import pack, set_aside
 from nextscale.run import Run, not_finite
 from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Task, Work
@@ -75,7 +75,7 @@ class Graphs(Eager):
         key = (work.backbone, work.schedule, work.sampling, shapes, images, guided, method)
         if self.program is None or self.key != key:
             self.program = None  # frees the old one first
-            work.tokenizer.encoder.to("cpu")  # `encode` fetches it
+            set_aside(work.tokenizer.encoder)  # `encode` fetches it
             pack(large_parts(work.backbone))
             run = super().open(work, inputs, images, guided)
             tokens = work.backbone.context + work.schedule.tokens
