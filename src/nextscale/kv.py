@@ -134,6 +134,7 @@ class LayerCache:
         if self.tail is not None:
             if count is None:
                 count = torch.full((len(qkv),), new, device=qkv.device)
+            assert new <= self.tail[0].shape[2], "a layer keeps more than its plan said"
             self._tell_rows_apart(count)
             self.more = count
             if stores(attn, qkv, positions):
