@@ -453,7 +453,7 @@ def test_enlarging_is_a_transposed_convolution() -> None:
 
 
 @pytest.mark.parametrize("attention", [False, True])
-def test_the_decoder_for_a_gpu(attention: bool) -> None:
+def test_the_decoder_for_a_gpu(attention: bool, monkeypatch) -> None:
     torch.manual_seed(0)
     decoder = Decoder(32, (1, 2, 2, 4), 4, 1, attention).requires_grad_(False)
     for module in decoder.modules():  # biases and norms that do something
@@ -461,7 +461,9 @@ def test_the_decoder_for_a_gpu(attention: bool) -> None:
             nn.init.normal_(module.bias)
     z = torch.randn(2, 4, 6, 5)
     expected = decoder(z)
-    assert torch.allclose(GPUDecoder(decoder)(z), expected, atol=1e-4 * expected.abs().max())
+    for at_once in (1, 2**20):  # one by one, or both
+        monkeypatch.setattr("nextscale.runtime.decoder.AT_ONCE", at_once)
+        assert torch.allclose(GPUDecoder(decoder)(z), expected, atol=1e-4 * expected.abs().max())
 
 
 def test_fixed_draws_are_those_of_the_call_at_work() -> None:

@@ -17,6 +17,7 @@ from nextscale.tokenizers.base import ImageTokenizer
 # Of the 3 taps of a convolution over a doubled line, those that fall on one cell: row k is tap k of the 4 taps of a
 # transposed convolution of stride 2.
 TAPS = ((0, 0, 1), (0, 1, 1), (1, 1, 0), (1, 0, 0))
+AT_ONCE = 2**20  # cells of the largest maps: as many fill a large GPU, and more of them are no faster
 
 
 def doubled(weight: Tensor) -> Tensor:
@@ -53,8 +54,10 @@ class GPUDecoder:
 
     def __call__(self, z: Tensor) -> Tensor:
         tf32 = torch.backends.cudnn.allow_tf32
+        pictures = max(AT_ONCE // (z.shape[2] * z.shape[3] * 4 ** len(self.enlarging)), 1)
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=tf32):
-            return self.run(z)
+            made = [self.run(some) for some in z.split(pictures)]
+        return made[0] if len(made) == 1 else torch.cat(made)
 
     def run(self, z: Tensor) -> Tensor:
         d: Any = self.decoder
