@@ -145,7 +145,8 @@ class ComposedPolicy(Policy):
         return self.selecting.decision(image, scale)
 
     def conclude(self) -> None:
-        self.selecting.conclude()
+        for policy in self.policies:
+            policy.conclude()
 
     def release(self) -> None:
         super().release()
