@@ -339,18 +339,25 @@ def test_the_cache_of_graphs_grows_with_what_is_kept(infinity, monkeypatch) -> N
 
 @dataclass(frozen=True)
 class Resting(Method):
-    """The first image leaves out the fourth scale and stops before the last, with NOVA's reduction or without."""
+    """The first image leaves out the fourth scale and stops before the last, with NOVA's reduction or without.
+
+    Or every image leaves out one scale.
+    """
 
     name, summary = "resting", ""
     like: Method | None = None
+    everyone: int | None = None  # leaves out this one, from 0
 
     def start(self, context):
         policy = Policy(context) if self.like is None else self.like.start(context)
         inner = policy.begin_scale
 
         def begin_scale(scale):
+            plan = inner(scale)
+            if self.everyone is not None:
+                return plan._replace(actions=("skip" if scale.index == self.everyone else "run",) * context.images)
             first = {3: "skip", len(context.schedule) - 1: "stop"}.get(scale.index, "run")
-            return inner(scale)._replace(actions=(first, *["run"] * (context.images - 1)))
+            return plan._replace(actions=(first, *["run"] * (context.images - 1)))
 
         policy.begin_scale = begin_scale
         return policy
@@ -392,8 +399,10 @@ def test_pictures_that_rest(any_pipe, monkeypatch, like) -> None:
     monkeypatch.setattr("nextscale.runtime.graphs.SHARE", 0.01)
     other = copy.copy(any_pipe)
     other.executor = graphs = Pretended()
-    for first in (0, 2, 0):
-        assert same_tokens(*(ask(p, 2, first=first, method=Resting(like)) for p in (any_pipe, other)))
+    # All these calls share a program, and must not take each other's graphs.
+    some, fourth, sixth = (Resting(like, everyone=n) for n in (None, 3, 5))
+    for first, method in ((0, some), (0, fourth), (2, like), (2, some), (2, fourth), (0, sixth), (2, like), (0, some)):
+        assert same_tokens(*(ask(p, 2, first=first, method=method) for p in (any_pipe, other))), method
     assert graphs.recorded
 
 
@@ -406,6 +415,20 @@ def test_two_places_are_enough_for_a_map() -> None:
         cache.store(rows, scale.grid, maps[scale.index])
         assert torch.equal(cache.read(rows, scale.grid, "nearest"), maps[scale.index])
     assert cache.places.nbytes == 4 * 2 * (9 + 16 + 36), "the last scale, which nobody asks, has its own"
+
+
+def test_a_map_is_not_written_over_while_it_is_read() -> None:
+    """If a scale was left out, and where the grid is always the same."""
+    schedule, rows = Schedule.squares((1, 2, 3, 4, 6)), Rows((0,), ())
+    for grids in ([(1, 1), (3, 3), (4, 4)], [(1, 1)] * 4):
+        cache = TokenCaches(Places(schedule))["x"]
+        cache.store(rows, grids[0], torch.zeros(1, grids[0][0] ** 2, 2))
+        for n, grid in enumerate(grids[1:], 1):
+            before = cache.newest(rows).maps
+            cache.store(rows, grid, torch.full((1, grid[0] * grid[1], 2), float(n)))
+            assert (before == n - 1).all()
+            assert (cache.newest(rows).maps == n).all()
+        assert cache.places.nbytes <= 4 * 2 * (9 + 16 + 9), "as few as that takes"
 
 
 def test_what_a_callback_keeps_is_not_overwritten(any_pipe, fresh) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import itertools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,8 +52,16 @@ class _Entry:
         return _Entry(self.grid, tuple(self.rows[i] for i in left), take(self.maps, left))
 
 
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
 class Places:
-    """Fixed places for maps. A scale writes its own and reads those of the scale before: two for a name are enough."""
+    """Fixed places for maps. A scale writes its own and reads those of the scale before: two for a name are enough.
+
+    Others are only needed where a scale was left out, or where a name has the same grid at every scale.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         before = [s for s in schedule if s.index < len(schedule) - 1]  # nobody reads what the last scale leaves
@@ -60,13 +69,26 @@ class Places:
         self.room = {s.grid: (s.index % 2, room[s.index % 2]) for s in before}
         self.tensors: dict[Hashable, Tensor] = {}
 
-    def find(self, name: Hashable, grid: Grid, rows: tuple[Row, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
+    def find(
+        self,
+        name: Hashable,
+        grid: Grid,
+        rows: tuple[Row, ...],
+        like: Tensor,
+        dtype: torch.dtype,
+        used: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """One that leaves those alone which are `used`: they are read meanwhile, and again if a scale is run again."""
         r, n, c = like.shape
-        half, cells = self.room.get(grid, (grid, n))
-        key = (name, half, rows, dtype, c)
-        if key not in self.tensors:
-            self.tensors[key] = torch.empty(r * max(cells, n) * c, dtype=dtype, device=like.device)
-        return self.tensors[key][: r * n * c].view(r, n, c)
+        usual: tuple[Hashable, int] = self.room.get(grid, (grid, n))
+        for which, cells in itertools.chain([usual], (((grid, spare), n) for spare in itertools.count())):
+            key = (name, which, rows, dtype, c)
+            if key not in self.tensors:
+                self.tensors[key] = torch.empty(r * max(cells, n) * c, dtype=dtype, device=like.device)
+            place = self.tensors[key][: r * n * c].view(r, n, c)
+            if not any(overlap(place, other) for other in used):
+                return place
+        raise AssertionError("there is always another place")
 
     @property
     def nbytes(self) -> int:
@@ -90,14 +112,18 @@ class TokenCache:
     def _placed(self, grid: Grid, rows: tuple[Row, ...], maps: Tensor) -> Tensor:
         if self.places is None:
             return maps
-        place = self.places.find(self.name, grid, rows, maps, maps.dtype)
+        place = self.places.find(self.name, grid, rows, maps, maps.dtype, self._used)
         return place if maps.data_ptr() == place.data_ptr() else place.copy_(maps)
 
     def place(self, rows: Rows, grid: Grid, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Where a map may be written before it is stored, which then copies nothing."""
         if self.places is None:
             return torch.empty_like(like, dtype=dtype)
-        return self.places.find(self.name, grid, tuple(keys_of(rows)), like, dtype)
+        return self.places.find(self.name, grid, tuple(keys_of(rows)), like, dtype, self._used)
+
+    @property
+    def _used(self) -> list[Tensor]:
+        return [entry.maps for entry in self.entries]
 
     def newest(self, rows: Rows) -> _Entry | None:
         """The newest map, if it has exactly these rows."""

@@ -54,7 +54,7 @@ class Graphs(Eager):
         self.apart = False  # pictures of this call have run different scales
         self.ran: list[tuple[Scale, Captured]] = []  # captured scales of this call
         # What the newest of them left in the method's memory and in the caches.
-        self.newest: tuple[dict[Hashable, Any], tuple[Used, ...]] | None = None
+        self.newest: tuple[dict[Hashable, Any], tuple[Used, ...], int] | None = None
         self.reports: list[Report] = []  # of them
         self.scales = self.again = 0  # reduced scales that were run, and those that needed more room
         self.captured = 0  # scales
@@ -115,11 +115,13 @@ class Graphs(Eager):
             program.features.copy_(features)
         program.draws.refill(scale.index, range(len(features)))
         program.numbers.put(scale.index)
-        remembered, used = self.newest or (program.memory.entries(), tuple(used_of(kv)))
+        remembered, used, state = self.newest or (program.memory.entries(), tuple(used_of(kv)), program.state())
+        told = tuple(program.numbers.told)
+        key = (scale.index, task.rows, plan.variant, plan.needs, used, state, told, work.watched)
         need = plan.slots
         self.scales += bool(need)
         while True:
-            captured, room = self.find(program, work, task, kv, used, need)
+            captured, room = self.find(program, work, task, kv, key, need)
             step = self.replay(program, work, task, kv, captured)
             wanted = list(map(int, step.report["wanted"].tolist())) if need else list(room)
             if all(map(operator.le, wanted, room)):
@@ -137,11 +139,10 @@ class Graphs(Eager):
         return step
 
     def find(
-        self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], used: tuple[Used, ...], need: Slots
+        self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], key: tuple[Any, ...], need: Slots
     ) -> tuple[Captured, Slots]:
         """A graph of this scale that has room for what layers need, and its room."""
-        scale, plan, last = task.scale, task.plan, ends(work, task)
-        key = (scale.index, task.rows, plan.variant, plan.needs, used, tuple(program.numbers.told), work.watched)
+        scale, last = task.scale, ends(work, task)
         while True:
             shelf = program.shelves.setdefault(key, Shelf())
             self.slots = shelf.slots(need, program.left(last), scale.tokens)
@@ -162,7 +163,7 @@ class Graphs(Eager):
         work.policy.meanwhile()
         program.memory.remember(made.memory)
         use(kv, made.kv)
-        self.newest = made.memory, made.kv
+        self.newest = made.memory, made.kv, made.state
         self.reports.append(Report(made.told, captured.graph.wait))
         chosen, before = made.chosen.copied(), made.step.stats
         return dataclasses.replace(
@@ -201,7 +202,8 @@ class Graphs(Eager):
             if not work.watched:  # nobody asks for them, and they would take the memory of every scale
                 nothing = step.logits.new_empty(0)
                 step = dataclasses.replace(step, logits=nothing, raw=nothing, hidden=nothing)
-            return Recorded(step, Chosen.of(step.stats.chosen), told, program.memory.entries(), tuple(used_of(kv)))
+            memory, state = program.memory.entries(), program.state()
+            return Recorded(step, Chosen.of(step.stats.chosen), told, memory, tuple(used_of(kv)), state)
 
         self.captured += 1
         graph, made = self.record(run, program)

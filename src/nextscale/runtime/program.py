@@ -92,6 +92,7 @@ class Program:
         self.tokens = [part.view(t.shape) for part, t in zip(parts, run.tokens, strict=True)]
         self.draws = FixedDraws(work.draws)
         self.memory = TokenCaches(Places(work.schedule))
+        self.states: dict[frozenset[Any], int] = {}
         self.numbers = FetchedNumbers(len(work.schedule))
         self.experience: dict[str, Any] = {}
         # Graphs share their memory, which torch only allows those that were captured on one stream.
@@ -195,6 +196,13 @@ class Program:
         *self.kv, self.tail = [(next(found), next(found)) for _ in kv]
         self.rooms = list(rooms)
         places.tensors.update({name: next(found) for name in names})
+
+    def state(self) -> int:
+        """A number for where all that the method remembers lies: a graph reads it there."""
+        lies = frozenset(
+            (name, e.grid, e.rows, e.maps.data_ptr()) for name, es in self.memory.entries().items() for e in es
+        )
+        return self.states.setdefault(lies, len(self.states))
 
     def save(self) -> None:
         for place, now in zip(self.before, (self.features, self.lengths), strict=True):

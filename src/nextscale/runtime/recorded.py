@@ -32,6 +32,7 @@ class Recorded:
     told: Told
     memory: dict[Hashable, Any]  # of the policy
     kv: tuple[Used, ...]
+    state: int  # of the memory: where it lies
 
 
 @dataclass(frozen=True)
