@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from nextscale.devices import memory_of
+from nextscale.errors import NextscaleError
 from nextscale.models.base import Backbone
 from nextscale.schedule import Schedule
 from nextscale.tokenizers.base import ImageTokenizer
@@ -24,6 +28,15 @@ class Estimate:
     @property
     def total(self) -> int:
         return self.weights + max(self.text + self.kv_cache + self.blocks, self.decoder)
+
+    def require(self, device: torch.device, images: int, schedule: Schedule) -> None:
+        """That a device has as much."""
+        have = memory_of(device)
+        if have is not None and self.total > have:
+            raise NextscaleError(
+                f"{images} images of {len(schedule)} scales need about {self.total / GIB:.0f} GiB, but {device} has "
+                f"{have / GIB:.0f} GiB; make fewer at a time, or smaller ones"
+            )
 
     def __str__(self) -> str:
         parts = ("weights", "text", "kv_cache", "blocks", "decoder", "total")

@@ -14,10 +14,10 @@ from torch import Tensor
 from nextscale.call import Call, Output
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.load import set_dtype
-from nextscale.devices import Clock, as_device, as_dtype, memory_of, name_of, without_autocast
+from nextscale.devices import Clock, as_device, as_dtype, name_of, without_autocast
 from nextscale.draws import PerImageDraws, read_draws
 from nextscale.errors import NextscaleError, choices
-from nextscale.estimate import GIB, Estimate, estimate
+from nextscale.estimate import Estimate, estimate
 from nextscale.images import OUTPUT_TYPES, from_pil
 from nextscale.loop import Callback
 from nextscale.methods import METHODS
@@ -26,7 +26,7 @@ from nextscale.models.base import Backbone
 from nextscale.models.quantize import check_quantize, to_fp8
 from nextscale.models.registry import EMBEDDED, ModelSpec
 from nextscale.progress import bar
-from nextscale.prompts import Prompts, read_labels, read_text
+from nextscale.prompts import read_prompts
 from nextscale.run import cause_of_nan
 from nextscale.runtime import check_runtime, make_executor, with_enough_memory
 from nextscale.runtime.eager import Eager
@@ -200,11 +200,20 @@ class Pipeline:
         clock.mark("started")
         schedule = self.schedule(height, width, aspect_ratio, pixel_budget)
         self._warn_of_size(schedule)
-        prompts = self._prompts(prompt, negative_prompt, prompt_embeds, negative_prompt_embeds, num_images_per_prompt)
+        prompts = read_prompts(
+            self.backbone,
+            self.spec.name,
+            prompt,
+            negative_prompt,
+            prompt_embeds,
+            negative_prompt_embeds,
+            num_images_per_prompt,
+        )
         sampling = self.sampling(
             len(schedule), guidance_scale, temperature, top_k, top_p, greedy, smooth, guidance_layers
         )
-        self._require_memory(schedule, prompts.images, sampling, prompts.text_length)
+        need = self._estimate(schedule, prompts.images, sampling.guided_until > 0, prompts.text_length)
+        need.require(self.device, prompts.images, schedule)
         draws, seeds = read_draws(seed, generator, prompts.images, self.device)
         forced = read_forced(force_tokens or (), schedule, prompts.images, self.backbone)
         condition = prompts.condition(self)
@@ -340,26 +349,6 @@ class Pipeline:
             trained = choices(f"{h}x{w}" for h, w in self.spec.sizes)
             logger.warning(
                 "%s was trained for %s, so a picture of %dx%d may look wrong", self.spec.name, trained, height, width
-            )
-
-    def _prompts(self, prompt: Any, negative: Any, embeds: Any, negative_embeds: Any, repeat: int) -> Prompts:
-        if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
-            raise NextscaleError(f"num_images_per_prompt must be at least 1, not {repeat!r}")
-        if self.backbone.prompts == "label":
-            if any(x is not None for x in (negative, embeds, negative_embeds)):
-                raise NextscaleError(
-                    f"{self.spec.name} takes class labels, so it has no negative prompt and no embeddings"
-                )
-            return read_labels(prompt, self.backbone.config.classes, repeat)
-        return read_text(prompt, negative, embeds, negative_embeds, self.backbone.config, repeat)
-
-    def _require_memory(self, schedule: Schedule, images: int, sampling: Sampling, text_length: int) -> None:
-        need = self._estimate(schedule, images, sampling.guided_until > 0, text_length).total
-        have = memory_of(self.device)
-        if have is not None and need > have:
-            raise NextscaleError(
-                f"{images} images of {len(schedule)} scales need about {need / GIB:.0f} GiB, but {self.device} has "
-                f"{have / GIB:.0f} GiB; make fewer at a time, or smaller ones"
             )
 
 

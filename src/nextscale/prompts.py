@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
+from nextscale.models.base import Backbone
 from nextscale.models.infinity import InfinityConfig, TextCondition
 from nextscale.trace import TracedImage
 
@@ -46,6 +47,19 @@ class Labels(Prompts):
 
     def traced(self, seeds: Sequence[int | None]) -> list[TracedImage]:
         return [TracedImage(seed, label=self.labels[i // self.repeat]) for i, seed in enumerate(seeds)]
+
+
+def read_prompts(
+    backbone: Backbone, model: str, prompt: Any, negative: Any, embeds: Any, negative_embeds: Any, repeat: int
+) -> Prompts:
+    """Of whichever kind the model takes."""
+    if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
+        raise NextscaleError(f"num_images_per_prompt must be at least 1, not {repeat!r}")
+    if backbone.prompts != "label":
+        return read_text(prompt, negative, embeds, negative_embeds, backbone.config, repeat)
+    if any(x is not None for x in (negative, embeds, negative_embeds)):
+        raise NextscaleError(f"{model} takes class labels, so it has no negative prompt and no embeddings")
+    return read_labels(prompt, backbone.config.classes, repeat)
 
 
 def read_labels(prompt: Any, classes: int, repeat: int) -> Labels:

@@ -33,14 +33,11 @@ def attend(
     """
     if runs_on(q):
         return fused(q, k, v, scale, length, more, entropy, tail)
-    if tail is not None:
-        assert length is not None
-        assert more is not None
-        used = [t < n[:, None] for t, n in ((_slots(k), length), (_slots(tail[0]), more))]
-        mask = torch.cat(used, dim=1)[:, None, None]
-        k, v = (torch.cat(both, dim=2) for both in zip((k, v), tail, strict=True))
-        return attention(q, k, v, scale, mask), attention_entropy(q, k, scale, mask) if entropy else None
-    return reference(q, k, v, scale, length if length is None or more is None else length + more, entropy)
+    if tail is None:
+        return reference(q, k, v, scale, length if length is None or more is None else length + more, entropy)
+    mask = torch.cat((_first(k, length), _first(tail[0], more)), dim=-1)
+    k, v = (torch.cat(both, dim=2) for both in zip((k, v), tail, strict=True))
+    return _masked(q, k, v, scale, mask, entropy)
 
 
 def runs_on(q: Tensor) -> bool:
@@ -52,9 +49,16 @@ def runs_on(q: Tensor) -> bool:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, scale: float, length: Tensor | None = None, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    mask = None if length is None else (_slots(k) < length[:, None])[:, None, None]
+    return _masked(q, k, v, scale, None if length is None else _first(k, length), entropy)
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     return attention(q, k, v, scale, mask), attention_entropy(q, k, scale, mask) if entropy else None
 
 
-def _slots(k: Tensor) -> Tensor:
-    return torch.arange(k.shape[2], device=k.device)
+def _first(k: Tensor, length: Tensor | None) -> Tensor:
+    """Which keys [R, H, S, D] are among the first `length` [R] of their row, [R, 1, 1, S]."""
+    assert length is not None
+    return (torch.arange(k.shape[2], device=k.device) < length[:, None])[:, None, None]

@@ -142,8 +142,7 @@ class NOVAPolicy(CachedPolicy):
         t, n = scale.index + 1, scale.tokens
         if not self.method.layer_linkage:
             return (max(math.ceil((1 - min(self.ratio[t])) * n), 1),) * self.context.depth
-        seen = self.experience.setdefault("deviations", Deviations())
-        wanted = []
+        seen, wanted = self._deviations(), []
         for r, (before, last) in zip(self.ratio[t], self.newest, strict=True):
             least, more = (1 - r) * n, r * n  # by which share of the ratio a layer keeps more
             wanted.append([math.ceil(least + more * d) for d in seen.highest(before, t, last)])
@@ -151,6 +150,12 @@ class NOVAPolicy(CachedPolicy):
         if min(kept) < 1 or max(kept) > n:
             kept = [min(max(k, 1), n) for k in kept]
         return tuple(kept)
+
+    def _deviations(self) -> Deviations:
+        """Of this call and of those before it."""
+        if "deviations" not in self.experience:
+            self.experience["deviations"] = Deviations()
+        return self.experience["deviations"]
 
     def _read_entropies(self) -> None:
         for scale, images, report in self.pending:
@@ -301,7 +306,7 @@ class NOVAPolicy(CachedPolicy):
 
     def meanwhile(self) -> None:
         for change in self.changes:
-            self.experience.setdefault("deviations", Deviations()).learn(*change)
+            self._deviations().learn(*change)
         self.changes.clear()
 
     def conclude(self) -> None:
