@@ -133,8 +133,8 @@ def marked(executor: Eager, opened: Any) -> Iterator[None]:
         executor.open = real  # type: ignore[method-assign]
 
 
-def profile(call: Any, lines: int) -> tuple[int, float]:
-    """The kernels of one call by the time they take; how many nodes ran, and their milliseconds."""
+def profile(call: Any, lines: int) -> tuple[int, float, float]:
+    """The kernels of one call by the time they take; how many nodes ran, their milliseconds, and those between them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
         call()
         torch.cuda.synchronize()
@@ -142,7 +142,10 @@ def profile(call: Any, lines: int) -> tuple[int, float]:
     total, nodes = sum(e.self_device_time_total for e in found) / 1e3, sum(e.count for e in found)
     for e in sorted(found, key=lambda e: -e.self_device_time_total)[:lines]:
         print(f"  {e.self_device_time_total / 1e3:>9.2f} ms {e.count:>6} x  {e.key[:100]}")
-    return nodes, total
+    ran = sorted((e.time_range.start, e.time_range.end) for e in watched.events() if e.device_type.name == "CUDA")
+    ends = itertools.accumulate((end for _, end in ran), max)
+    idle = sum(max(start - end, 0) for (start, _), end in zip(ran[1:], ends, strict=False))
+    return nodes, total, idle / 1e3
 
 
 def measure(
@@ -186,7 +189,7 @@ def measure(
     shares = [sum(x["kept"] for x in e["layers"]) / (len(e["layers"]) * e["tokens"]) for e in trace["scales"]]
     least = [floor(pipe, s, 2 * images, share) for s, share in zip(schedule, shares, strict=True)]
     whole = statistics.median(seconds)
-    nodes, kernels = profile(lambda: pipe(**call, seed=0), lines)
+    nodes, kernels, idle = profile(lambda: pipe(**call, seed=0), lines)
     flops = images * trace["flops"]
     decode = decode_alone(pipe, images, size)
     weights = sum(p.nbytes for p in (*pipe.backbone.blocks.parameters(), *pipe.backbone.blocks.buffers()))
@@ -197,6 +200,7 @@ def measure(
         "reduced_scales": ran[0],
         "run_again": ran[1],  # a layer wanted more room than the graph had
         "kernels_ms": kernels,
+        "idle_ms": idle,  # between kernels
         "nodes_per_layer": nodes / len(schedule) / pipe.backbone.depth,  # with all that a scale does besides
         # Weights that were read, once a scale, over the time of the scales: the least that was moved.
         "tb_per_second": weights * len(schedule) / (whole - decode / 1e3) / 1e12,
@@ -298,7 +302,7 @@ def main() -> None:
                     )
                     if len(rows) == 1:
                         print(f"  cold start, process to first picture: {found['cold_s']:.1f} s")
-                    print(f"  kernels: {found['kernels_ms']:.1f} ms")
+                    print(f"  kernels: {found['kernels_ms']:.1f} ms, between them {found['idle_ms']:.1f} ms")
                     if found["reduced_scales"]:
                         print(f"  {found['run_again']} of {found['reduced_scales']} reduced scales were run again")
                     print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +12,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from conftest import ask, same_tokens
+from nextscale import NOVA
 from nextscale.entropy import attention_entropy, token_entropy
 from nextscale.guidance import combine
 from nextscale.kernels.absorbed import absorbs, attend_absorbed
 from nextscale.kernels.attention import attend, reference, runs_on
 from nextscale.kernels.bits import fused_draw, takes
 from nextscale.kernels.exact import linear_exact
-from nextscale.kernels.fp8 import FP8Linear, round_rows
+from nextscale.kernels.fp8 import FP8Linear, Rounded, round_rows
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.host import carry
 from nextscale.kernels.keys import stores
@@ -25,8 +28,9 @@ from nextscale.kernels.lens import BitHead, Filled, Lens, Look, fused_lens, look
 from nextscale.kernels.maps import takes as maps_taken
 from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.norm import group_norm, join
+from nextscale.kernels.parts import Parts
 from nextscale.kernels.restore import fused_put, fused_record, fused_restore
-from nextscale.kernels.rows import Parts, linear_for_sum
+from nextscale.kernels.rows import linear_for_sum
 from nextscale.kernels.thin import norm_and_conv, taps
 from nextscale.kv import LayerCache, taken
 from nextscale.methods.cached import CachedPolicy
@@ -34,10 +38,13 @@ from nextscale.methods.linkage import MOST, Linkage
 from nextscale.methods.residual import resize_tokens
 from nextscale.methods.selection import Selection, keep_highest, scatter
 from nextscale.models.infinity import InfinityState, TextAttention
-from nextscale.models.layers import SelfAttention
+from nextscale.models.layers import MLP, SelfAttention
+from nextscale.models.quantize import to_fp8
 from nextscale.models.stream import Stream
+from nextscale.runtime import make_executor
 from nextscale.sampling import keep_top
 from nextscale.schedule import Scale
+from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
 
 gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
@@ -203,6 +210,8 @@ def test_a_stream_is_summed_by_the_norm_that_reads_it(device: str, norm, gated: 
     norm, gate = norm(modulation), modulation[:, :, 0] if gated else None
     some = Selection(torch.tensor([[6, 0, 3], [1, 2, 5]], device=device), torch.tensor([3, 2], device=device))
     assert fuses(x) == (device == "cuda")
+    exact = nn.Linear(channels, 16).to(device)
+    reader = nn.Linear(channels, 16).to(device, dtype_of(device))
     for chosen in (None, some):
         stream, expected = Stream(x, chosen), x.double() if chosen is None else chosen.of(x).double()
         by = 1.0 if gate is None else gate.double()
@@ -210,15 +219,46 @@ def test_a_stream_is_summed_by_the_norm_that_reads_it(device: str, norm, gated: 
             delta = torch.randn(expected.shape, device=device).to(dtype_of(device))
             stream.add(delta, gate)
             expected = expected + delta.double() * by
-        normed = stream.normed(norm, dtype_of(device))
+        normed = stream.normed(norm, reader)
         assert off(normed, norm(expected.float())) < (0.01 if device == "cuda" else 1e-5)
-        parts = Parts(torch.randn(4, *expected.shape, device=device), torch.randn(channels, device=device))
-        stream.add(parts, gate)
-        expected = expected + parts.total().double() * by
-        assert off(stream.normed(norm, torch.float32), norm(expected.float())) < 1e-5
-        assert off(stream.sum, expected) < 1e-5
-        stream.add(parts, gate)
-        assert off(stream.sum, expected + parts.total().double() * by) < 1e-5
+        for parts in some_parts(expected.shape, device):
+            stream.add(parts, gate)
+            expected = expected + parts.total().double() * by
+            assert off(stream.normed(norm, exact), norm(expected.float())) < 1e-5
+            assert off(stream.sum, expected) < 1e-5
+            stream.add(parts, gate)
+            expected = expected + parts.total().double() * by
+            assert off(stream.sum, expected) < 1e-5
+
+
+def some_parts(shape: Sequence[int], device: str) -> list[Parts]:
+    """What linear layers of few rows give, and those in 8 bits."""
+    *rows, channels = shape
+    bias, factors = torch.randn(channels, device=device), torch.rand(channels, device=device)
+    return [
+        Parts(torch.randn(4, *shape, device=device), bias),
+        Parts(
+            torch.randn(1, *shape, device=device).to(dtype_of(device)), bias, torch.rand(rows, device=device), factors
+        ),
+        Parts(torch.randn(1, *shape, device=device).to(dtype_of(device))),
+    ]
+
+
+@on_both
+@torch.no_grad()
+def test_a_norm_in_front_of_8_bits(device: str) -> None:
+    torch.manual_seed(0)
+    x, scale = torch.randn(2, 5, 48, device=device) * 7, torch.randn(2, 1, 48, device=device)
+    norm = Norm(1e-6, scale, scale.flip(-1), plus_one=True)
+    layer = nn.Linear(48, 32).to(device, torch.bfloat16)
+    small = FP8Linear(layer)
+    read = Stream(x).normed(norm, small)
+    assert isinstance(read, Rounded) == (device == "cuda")
+    if isinstance(read, Rounded):
+        rounded = read.x.float()
+        assert torch.equal(rounded.abs().amax(-1), torch.full((2, 5), 448.0, device=device))
+        assert ((rounded * read.factor[..., None] - norm(x)).abs() <= norm(x).abs() / 16 + 1e-3).all(), "3 bits"
+    assert off(small(read), layer(norm(x).bfloat16())) < 0.05
 
 
 @on_both
@@ -255,6 +295,30 @@ def test_a_linear_layer_in_8_bits(device: str) -> None:
     rounded, factor = round_rows(torch.zeros(3, 32, device=device, dtype=torch.bfloat16))
     assert not rounded.float().any()
     assert torch.isfinite(factor).all()
+    assert torch.equal(small(round_rows(x)), small(x))
+
+
+@on_both
+@pytest.mark.parametrize("rows", [(2, 5), (2, 600), (3, 2100)], ids=["few", "some", "many"])
+@torch.no_grad()
+def test_an_mlp_in_8_bits(device: str, rows) -> None:
+    """Many rows leave their factors to cuBLAS, few to whoever reads the result."""
+    torch.manual_seed(0)
+    mlp = MLP(64, 256).to(device, torch.bfloat16)
+    x = torch.randn(*rows, 64, device=device).bfloat16()
+    exact = mlp.double()(x.double())
+    mlp.bfloat16()
+    mlp.fc1, mlp.fc2 = FP8Linear(mlp.fc1), FP8Linear(mlp.fc2)
+    between = linear_gelu(x, mlp.fc1)
+    assert isinstance(between, Rounded) == (device == "cuda")
+    assert (mlp.fc1.product(x).by_row is None) == (device == "cuda" and rows == (3, 2100))
+    as_before = F.gelu(mlp.fc1(x), approximate="tanh")
+    assert off(mlp.fc2(between), mlp.fc2(as_before)) < 0.02
+    found = mlp(x)
+    assert isinstance(found, Parts)
+    total = found.total()
+    assert off(total, exact) < 0.06
+    assert off(mlp.fc2.finished(found), total) < 0.005
 
 
 RULES = [Linkage(True), Linkage(True, 1, 0.3), Linkage(False), Linkage(True, given=0.15), Linkage(True, given=-0.9)]
@@ -329,8 +393,7 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
         there = type(chosen)(chosen.index.to(device), chosen.count.to(device))
         added = torch.full((2, cells, channels), torch.nan, device=device)
         delta, gate = torch.randn(y.shape, device=device), torch.randn(2, 1, channels, device=device)
-        parts = Parts(torch.randn(4, *y.shape, device=device), torch.randn(channels, device=device))
-        for waiting in (None, delta, parts):
+        for waiting in (None, delta, *some_parts(y.shape, device)):
             stream = Stream(y.to(device))
             if waiting is not None:
                 missing = waiting.total() if isinstance(waiting, Parts) else waiting
@@ -535,3 +598,25 @@ def test_linear_with_gelu(device: str) -> None:
     exact = F.gelu(F.linear(x.double(), layer.weight.double(), layer.bias.double()), approximate="tanh")
     found = linear_gelu(x.to(device, dtype_of(device)), layer.to(device, dtype_of(device)))
     assert off(found.cpu(), exact) < 0.01
+
+
+MAKERS = {"var": tiny_var, "infinity": tiny_infinity, "hart": tiny_hart}
+
+
+@on_both
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_model_in_8_bits(device: str, make) -> None:
+    """Its logits from the same tokens, against those of a model in float32; and it can be captured."""
+    tokens = ask(make(), 2).tokens
+    plain, small = make(), make().to(device, dtype="bfloat16")
+    to_fp8(small.backbone)
+    assert sum(isinstance(m, FP8Linear) for m in small.backbone.modules()) >= 4 * 4
+    logits: list[list[torch.Tensor]] = [[], []]
+    for pipe, kept in zip((plain, small), logits, strict=True):
+        ask(pipe, 2, force_tokens=tokens, callback_on_scale_end=lambda e, kept=kept: kept.append(e.logits.cpu()))
+    exact, found = (torch.cat([t.flatten() for t in kept]) for kept in logits)
+    assert 0.001 < off(found, exact) < 0.3
+    if device == "cuda":
+        small.executor = make_executor("graphs", small.device)
+        for method in (None, NOVA(t_est=2)):
+            assert same_tokens(ask(small, 2, method=method), ask(small, 2, method=method))

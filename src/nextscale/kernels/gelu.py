@@ -6,9 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nextscale.kernels.fp8 import FP8Linear, Rounded
 
-def linear_gelu(x: Tensor, layer: nn.Module) -> Tensor:
-    """GELU by its tanh formula, of x [..., C]."""
+
+def linear_gelu(x: Tensor | Rounded, layer: nn.Module) -> Tensor | Rounded:
+    """GELU by its tanh formula, of x [..., C]. A layer in 8 bits is followed by another one."""
+    if isinstance(layer, FP8Linear):
+        return layer.gelu(x)
+    assert isinstance(x, Tensor)
     fits = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
     if fits and isinstance(layer, nn.Linear):
         return _fused(x, layer.weight, layer.bias)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.kernels.rows import Parts
+from nextscale.kernels.parts import Parts
 
 try:
     from nextscale.kernels.modulate_triton import fused_sum, fused_sum_and_norm

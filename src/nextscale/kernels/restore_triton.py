@@ -130,6 +130,8 @@ def _restore(
     y_at,
     delta_at,
     bias_at,
+    by_row_at,
+    by_channel_at,
     gate_at,
     gate_row,
     slot_at,
@@ -145,6 +147,7 @@ def _restore(
     by_column,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     GATE: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -160,7 +163,24 @@ def _restore(
     x = tl.load(x_at + at, mask=real, other=0.0)
     if slot >= 0:
         gate = gate_at + row * gate_row
-        y = _output(y_at, delta_at, bias_at, gate, row, slot, slots, channel, real, CHANNELS, PARTS, BIAS, GATE)
+        y = _output(
+            y_at,
+            delta_at,
+            bias_at,
+            by_row_at,
+            by_channel_at,
+            gate,
+            row,
+            slot,
+            slots,
+            channel,
+            real,
+            CHANNELS,
+            PARTS,
+            BIAS,
+            SCALED,
+            GATE,
+        )
         added = y - x
     else:
         base = cached_at + row * h * w * CHANNELS + channel
@@ -188,6 +208,8 @@ def _put(
     y_at,
     delta_at,
     bias_at,
+    by_row_at,
+    by_channel_at,
     gate_at,
     gate_row,
     index_at,
@@ -198,6 +220,7 @@ def _put(
     slots,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     GATE: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -209,7 +232,24 @@ def _put(
         real = channel < CHANNELS
         cell = tl.load(index_at + row * slots + slot)
         gate = gate_at + row * gate_row
-        y = _output(y_at, delta_at, bias_at, gate, row, slot, slots, channel, real, CHANNELS, PARTS, BIAS, GATE)
+        y = _output(
+            y_at,
+            delta_at,
+            bias_at,
+            by_row_at,
+            by_channel_at,
+            gate,
+            row,
+            slot,
+            slots,
+            channel,
+            real,
+            CHANNELS,
+            PARTS,
+            BIAS,
+            SCALED,
+            GATE,
+        )
         tl.store(x_at + (row * cells + cell) * CHANNELS + channel, y, mask=real)
         if MOMENTS:
             _note(y, real, moments_at + (row * cells + cell) * 2, row < images, CHANNELS)
@@ -221,12 +261,15 @@ def _record(
     y_at,
     delta_at,
     bias_at,
+    by_row_at,
+    by_channel_at,
     gate_at,
     gate_row,
     added_at,
     cells,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     GATE: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -237,7 +280,24 @@ def _record(
     at = (row * cells + cell) * CHANNELS + channel
     x = tl.load(x_at + at, mask=real, other=0.0)
     gate = gate_at + row * gate_row
-    y = _output(y_at, delta_at, bias_at, gate, row, cell, cells, channel, real, CHANNELS, PARTS, BIAS, GATE)
+    y = _output(
+        y_at,
+        delta_at,
+        bias_at,
+        by_row_at,
+        by_channel_at,
+        gate,
+        row,
+        cell,
+        cells,
+        channel,
+        real,
+        CHANNELS,
+        PARTS,
+        BIAS,
+        SCALED,
+        GATE,
+    )
     tl.store(x_at + at, y, mask=real)
     tl.store(added_at + at, (y - x).to(added_at.dtype.element_ty), mask=real)
 
@@ -247,6 +307,8 @@ def _output(
     y_at,
     delta_at,
     bias_at,
+    by_row_at,
+    by_channel_at,
     gate_at,
     row,
     slot,
@@ -256,14 +318,29 @@ def _output(
     CHANNELS: tl.constexpr,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     GATE: tl.constexpr,
 ):
     """Of a slot: the stream's sum so far, and what is still to be added to it."""
-    at = (row * slots + slot) * CHANNELS + channel
-    y = tl.load(y_at + at, mask=real, other=0.0)
+    token = row * slots + slot
+    y = tl.load(y_at + token * CHANNELS + channel, mask=real, other=0.0)
     if PARTS:
-        by = tl.num_programs(1).to(tl.int64) * slots * CHANNELS
-        y += gated(delta_at, bias_at, gate_at, at, by, channel, real, PARTS, BIAS, GATE)
+        y += gated(
+            delta_at,
+            bias_at,
+            by_row_at,
+            by_channel_at,
+            gate_at,
+            token,
+            tl.num_programs(1).to(tl.int64) * slots,
+            channel,
+            real,
+            CHANNELS,
+            PARTS,
+            BIAS,
+            SCALED,
+            GATE,
+        )
     return y
 
 

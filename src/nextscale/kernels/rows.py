@@ -1,16 +1,16 @@
 """A linear layer for few rows whose result goes into a residual stream.
 
 Then reading the weights is all the work, and cuBLAS has too few blocks to read them at full speed. Here the input
-channels are dealt out to several times as many blocks; whoever reads the result adds up their parts, which is no extra
-pass: the sum with the stream is waiting anyway.
+channels are dealt out to several times as many blocks; whoever reads the result adds up their parts.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
+
+from nextscale.kernels.fp8 import FP8Linear, Rounded
+from nextscale.kernels.parts import Parts
 
 try:
     from nextscale.kernels.rows_triton import fused_parts
@@ -21,20 +21,11 @@ MOST, PARTS = 128, 4  # rows, and blocks that share a row's input channels
 BLOCK_OUT, BLOCK_IN = 64, 128  # channels of a block
 
 
-class Parts(NamedTuple):
-    """What a linear layer gives, not yet added up."""
-
-    sums: Tensor  # [parts, R, K, C] in float32
-    bias: Tensor | None  # [C]
-
-    def total(self) -> Tensor:
-        result = self.sums.sum(0)
-        return result if self.bias is None else result + self.bias
-
-
-def linear_for_sum(x: Tensor, layer: nn.Module) -> Tensor | Parts:
+def linear_for_sum(x: Tensor | Rounded, layer: nn.Module) -> Tensor | Parts:
     """Of x [R, K, C]."""
-    if not isinstance(layer, nn.Linear) or not shares(x, layer.weight):
+    if isinstance(layer, FP8Linear):
+        return layer.product(x)
+    if isinstance(x, Rounded) or not isinstance(layer, nn.Linear) or not shares(x, layer.weight):
         return layer(x)
     return Parts(fused_parts(x, layer.weight, PARTS, BLOCK_OUT, BLOCK_IN), layer.bias)
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from nextscale.draws import Draws
 from nextscale.guidance import combine, ramp
+from nextscale.kernels.fp8 import Rounded
 from nextscale.kernels.modulate import Norm
-from nextscale.kernels.rows import Parts, linear_for_sum
+from nextscale.kernels.parts import Parts
+from nextscale.kernels.rows import linear_for_sum
 from nextscale.models.base import Backbone, Block, State, per_row, shared
 from nextscale.models.infinity import TextCondition
 from nextscale.models.layers import SelfAttention, attention_biases, head_logits, rotate_half
@@ -81,7 +83,7 @@ class GatedMLP(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor | Parts:
+    def forward(self, x: Tensor | Rounded) -> Tensor | Parts:
         return linear_for_sum(F.silu(self.gate(x)) * self.up(x), self.down)
 
 
@@ -94,17 +96,13 @@ class HARTBlock(Block):
 
     def ask(self, stream: Stream, given: Tensor) -> Tensor:
         """It is given the bias of its queries, keys and values."""
-        return self.attn.ask(stream.normed(self.norm.norm, self.dtype), given)
+        return self.attn.ask(stream.normed(self.norm.norm, self.attn.qkv), given)
 
     def answer(self, stream: Stream, seen: Tensor, given: Tensor) -> None:
         stream.add(self.attn.answer(seen))
 
     def part(self, name: str, stream: Stream, given: Tensor) -> None:
-        stream.add(self.mlp(stream.normed(self.norm.norm, self.dtype)))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.attn.q_bias.dtype
+        stream.add(self.mlp(stream.normed(self.norm.norm, self.mlp.gate)))
 
 
 class HART(Backbone):

@@ -18,8 +18,10 @@ from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kernels.absorbed import absorbs, attend_absorbed
 from nextscale.kernels.attention import attend, runs_on
+from nextscale.kernels.fp8 import Rounded
 from nextscale.kernels.modulate import Norm, add_to
-from nextscale.kernels.rows import Parts, linear_for_sum
+from nextscale.kernels.parts import Parts
+from nextscale.kernels.rows import linear_for_sum
 from nextscale.models.base import per_row, shared
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
@@ -97,7 +99,7 @@ class TextAttention(nn.Module):
         return k, v
 
     def forward(
-        self, x: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
+        self, x: Tensor | Rounded | None, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
     ) -> Tensor:
         """What x [R, K, C] sees of the text, of the same shape; None asks with the learned query and sees [R, 1, C]."""
         if x is None:
@@ -116,10 +118,11 @@ class TextAttention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
     def read(
-        self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
+        self, x: Tensor | Rounded, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
     ) -> Tensor | Parts:
         """The same through the last layer, for a stream to add."""
-        if (lengths is not None or mask is None) and absorbs(x, k, self.q, self.proj):
+        known = lengths is not None or mask is None
+        if known and isinstance(x, Tensor) and absorbs(x, k, self.q, self.proj):
             return attend_absorbed(x, self.q, self.proj, k, v, 1 / math.sqrt(k.shape[-1]), lengths)
         return linear_for_sum(self(x, k, v, mask, lengths), self.proj)
 
@@ -143,7 +146,7 @@ class InfinityBlock(ModulatedBlock):
     def part(self, name: str, stream: Stream, given: Given) -> None:
         if name == "cross":
             norm = self.cross_norm
-            normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.dtype)
+            normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.cross.q)
             stream.add(self.cross.read(normed, given.keys, given.values, given.mask, given.lengths))
         else:
             super().part(name, stream, given)

@@ -39,20 +39,16 @@ class ModulatedBlock(Block):
         super().__init__()
         self.eps = eps
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.attn.q_bias.dtype
-
     def ask(self, stream: Stream, given: Any) -> Tensor:
         _, _, scale, _, shift, _ = given.modulation.unbind(2)
-        return self.attn.ask(stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.dtype), given.bias)
+        return self.attn.ask(stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.attn.qkv), given.bias)
 
     def answer(self, stream: Stream, seen: Tensor, given: Any) -> None:
         stream.add(self.attn.answer(seen), given.modulation[:, :, 0])
 
     def part(self, name: str, stream: Stream, given: Any) -> None:
         _, gamma, _, scale, _, shift = given.modulation.unbind(2)
-        stream.add(self.mlp(stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.dtype)), gamma)
+        stream.add(self.mlp(stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.mlp.fc1)), gamma)
 
 
 class ModulatedBackbone(Backbone):
@@ -68,7 +64,8 @@ class ModulatedBackbone(Backbone):
 
     def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         scale, shift = state.head_modulation[: len(x)].unbind(2)
-        normed = Stream(x).normed(Norm(self.config.eps, scale, shift, plus_one=True), x.dtype)
+        normed = Stream(x).normed(Norm(self.config.eps, scale, shift, plus_one=True), self.head_linear)
+        assert isinstance(normed, Tensor)
         logits = head_logits(self.head_linear, normed, codes)
         return logits if codes is not None else logits.unflatten(-1, (*self.token_shape, self.token_values))
 

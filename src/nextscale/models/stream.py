@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nextscale.kernels.fp8 import FP8Linear, Rounded
 from nextscale.kernels.modulate import Norm, add_to, fused_sum_and_norm, fuses
-from nextscale.kernels.rows import Parts
+from nextscale.kernels.parts import Parts
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Selection
@@ -33,13 +33,14 @@ class Stream:
             self.x, self.delta = add_to(self.x, self.delta, self.gate), None
         return self.x
 
-    def normed(self, norm: Norm, dtype: torch.dtype) -> Tensor:
+    def normed(self, norm: Norm, reader: nn.Linear | FP8Linear) -> Tensor | Rounded:
+        """As this linear layer reads it."""
         if not fuses(self.x):
-            return norm(self.sum).to(dtype)
+            return norm(self.sum).to(reader.dtype if isinstance(reader, FP8Linear) else reader.weight.dtype)
         index = None if self.chosen is None else self.chosen.index
-        self.x, normed = fused_sum_and_norm(self.x, index, self.delta, self.gate, norm, dtype)
+        self.x, normed, factor = fused_sum_and_norm(self.x, index, self.delta, self.gate, norm, reader.weight.dtype)
         self.chosen = self.delta = None
-        return normed
+        return normed if factor is None else Rounded(normed, factor)
 
     def add(self, delta: Tensor | Parts, gate: Tensor | None = None) -> None:
         """gate * delta [R, K, C]."""

@@ -17,7 +17,7 @@ from nextscale.tokenizers.base import ImageTokenizer
 # Of the 3 taps of a convolution over a doubled line, those that fall on one cell: row k is tap k of the 4 taps of a
 # transposed convolution of stride 2.
 TAPS = ((0, 0, 1), (0, 1, 1), (1, 1, 0), (1, 0, 0))
-AT_ONCE = 2**20  # cells of the largest maps: as many fill a large GPU, and more of them are no faster
+AT_ONCE = 2**22  # cells of the largest maps: more of them are no faster, and take memory
 
 
 def doubled(weight: Tensor) -> Tensor:
