@@ -25,9 +25,8 @@ FORMAT = torch.float8_e4m3fn
 LARGEST = torch.finfo(FORMAT).max
 OLDEST = (8, 9)  # of the GPUs that multiply it
 MULTIPLE = 16  # of the channels, which the GPU asks for
-# Rows from which on cuBLAS takes the factors itself: soon that is faster than a pass of their own, and late than to leave
-# them to a pass that has to be made anyway.
-MANY, MANY_MORE = 1024, 6144
+MANY = 1024  # rows from which on it is faster to let cuBLAS take the factors than to make a pass for them,
+MANY_MORE = 6144  # and than to leave them to a pass that has to be made anyway
 
 
 class Rounded(NamedTuple):
