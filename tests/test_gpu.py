@@ -11,7 +11,7 @@ from conftest import BUNDLED, ask, same_tokens
 from nextscale import DropGuidance, Pipeline, Truncate
 from nextscale.errors import NextscaleError
 from nextscale.runtime import make_executor
-from nextscale.testing import tiny_infinity, tiny_var
+from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 from nextscale.verify import verify
 from test_loop import test_ragged_selections_in_a_batch_equal_single_runs as check_ragged
 from test_methods import METHODS
@@ -20,7 +20,12 @@ from test_runtime import CAPTURED
 # In float32, torch lets convolutions round to TF32 unless told otherwise.
 torch.backends.cudnn.allow_tf32 = False
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-MAKERS = {"var": tiny_var, "infinity": tiny_infinity, "patchified": lambda: tiny_infinity(patchify=True)}
+MAKERS = {
+    "var": tiny_var,
+    "infinity": tiny_infinity,
+    "patchified": lambda: tiny_infinity(patchify=True),
+    "hart": tiny_hart,
+}
 
 
 @pytest.mark.parametrize("case", BUNDLED, ids=lambda p: p.name)
@@ -121,10 +126,11 @@ def test_graphs_read_the_prompts_of_the_call_at_work() -> None:
         assert sum(same) / len(same) > 0.97
 
 
+@pytest.mark.parametrize("make", [tiny_var, tiny_infinity, tiny_hart])
 @pytest.mark.parametrize("name", CAPTURED)
-def test_methods_in_graphs(name: str, monkeypatch) -> None:
+def test_methods_in_graphs(make, name: str, monkeypatch) -> None:
     """Nothing between two scales' decisions waits for the GPU, and what is kept is what eager mode keeps."""
-    pipe, other = tiny_infinity().to("cuda"), tiny_infinity().to("cuda")
+    pipe, other = make().to("cuda"), make().to("cuda")
     other.executor = graphs = make_executor("graphs", other.device)
     record = graphs.record
 

@@ -297,6 +297,8 @@ def test_methods_keep_in_graphs_what_they_keep_without(any_pipe, name: str) -> N
         assert close(expected.trace.to_dict()["images"], found.trace.to_dict()["images"])
         kept = [[r.trace.kept(1, len(r.tokens), layer) for layer in (1, 2)] for r in (expected, found)]
         assert np.array_equal(*kept)
+        with torch.inference_mode():
+            graphs.program.arena.memory.fill_(255)  # NaN in any format: a decoder may leave that in the caches
     assert graphs.recorded, graphs.reason
 
 

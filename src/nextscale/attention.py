@@ -15,6 +15,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
+def blank(keys: Tensor, mask: Tensor) -> Tensor:
+    """Keys or values [R, H, S, D] with zeros where nobody may see them; `mask` is [R, 1, 1, S]."""
+    return keys.masked_fill(~mask.mT, 0)
+
+
 def fresh_shapes(device: torch.device) -> AbstractContextManager[object]:
     """For calls whose number of tokens is hardly ever seen twice.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from nextscale.attention import attention
+from nextscale.attention import attention, blank
 from nextscale.entropy import attention_entropy
 from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.keys import split_and_store, stores
@@ -118,7 +118,10 @@ class LayerCache:
             length = None if length is None else length[self.active]
         if length is None:
             return keys, values, None
-        return keys, values, (torch.arange(used, device=keys.device) < length[:, None])[:, None, None]
+        mask = (torch.arange(used, device=keys.device) < length[:, None])[:, None, None]
+        if self.length_place is not None:  # others write there, too, and what is NaN would not stay behind the mask
+            keys, values = blank(keys, mask), blank(values, mask)
+        return keys, values, mask
 
     def see(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None

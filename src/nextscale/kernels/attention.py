@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nextscale.attention import attention
+from nextscale.attention import attention, blank
 from nextscale.entropy import attention_entropy
 
 try:
@@ -36,7 +36,7 @@ def attend(
     if tail is None:
         return reference(q, k, v, scale, length if length is None or more is None else length + more, entropy)
     mask = torch.cat((_first(k, length), _first(tail[0], more)), dim=-1)
-    k, v = (torch.cat(both, dim=2) for both in zip((k, v), tail, strict=True))
+    k, v = (blank(torch.cat(both, dim=2), mask) for both in zip((k, v), tail, strict=True))
     return _masked(q, k, v, scale, mask, entropy)
 
 

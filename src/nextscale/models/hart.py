@@ -172,8 +172,7 @@ class HART(Backbone):
 
     def level(self, index: int) -> Tensor:
         """The embedding of a scale, [1, C]; the text has that of the first."""
-        number = torch.tensor([index], device=self.device)
-        return self.level_embed(number)
+        return self.level_embed(torch.full((1,), index, device=self.device))  # no copy from the host to wait for
 
     def embed(self, state: HARTState, inputs: Tensor | None, scale: Scale) -> Tensor:
         """At the first scale all the text, whose last slot predicts the first token."""

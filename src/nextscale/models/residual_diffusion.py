@@ -104,7 +104,7 @@ class ResidualDiffusion(nn.Module):
 
     def forward(self, x: Tensor, time: int, condition: Tensor) -> Tensor:
         """Noise and variance [R, N, 2 d] of the noisy x [R, N, d], given the embedded condition [R, N, W]."""
-        y = self.time_embed(torch.tensor([time], device=x.device)) + condition
+        y = self.time_embed(torch.full((1,), time, device=x.device)) + condition
         v = self.enter(x.to(condition.dtype))
         for block in self.blocks:
             v = block(v, y)

@@ -6,7 +6,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,8 +107,11 @@ class Pieces:
             self.begin()
             try:
                 yield
-            finally:
-                self.end()
+            except BaseException:
+                with suppress(RuntimeError):  # the graph is of no use: its error would hide what went wrong
+                    self.end()
+                raise
+            self.end()
         finally:
             if collects:
                 gc.enable()
