@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
 FIRST = 0.25  # a layer's deviation at the first reduced scale, if nothing is known
 CHANGE = 0.1  # by how much it will rise to the next one, if nothing is known
 ONCE = 0.05  # room for surprises behind what was seen once
-LEAST = 0.004  # and behind what was seen more often, beside as much again as it varied
+LEAST = 0.002  # and behind what was seen more often, beside a share of how much it varied
 
 
 class Deviations:
@@ -29,4 +30,7 @@ class Deviations:
         self.seen[before, now] = seen = [
             (min(low, c), max(high, c), often + 1) for c, (low, high, often) in zip(changes, known, strict=True)
         ]
-        self.rises[before, now] = [h + LEAST + (h - low if often > 1 else ONCE) for low, h, often in seen]
+        # The more often it was seen, the less will the next time be beyond.
+        self.rises[before, now] = [
+            h + LEAST + ((h - low) / math.sqrt(often) if often > 1 else ONCE) for low, h, often in seen
+        ]

@@ -144,7 +144,7 @@ class Graphs(Eager):
         """A graph of this scale that has room for what layers need, and its room."""
         scale, last = task.scale, ends(work, task)
         while True:
-            shelf = program.shelves.setdefault(key, Shelf())
+            shelf = program.shelves.setdefault(key, Shelf(task.rows.images))
             self.slots = shelf.slots(need, program.left(last), scale.tokens)
             room = self.slots or room_for_all(work, scale)
             if not (program.make_tail(max(room), scale.index) if last else program.make_room(room, kv)):

@@ -15,15 +15,16 @@ from nextscale.runtime.recorded import Captured
 
 Slots = tuple[int, ...]  # of every layer; () = room for all tokens
 
-STEP = 16  # slots are rounded up to a multiple of it
-SPARE = 1.2  # times the slots that are needed, for a graph that other pictures should fit into
-COST = 6  # of a capture, in scales of the right size
+STEP = 8  # slots are rounded up to a multiple of it
+SPARE = 1.1  # times the slots that are needed, for a graph that other pictures should fit into
+COST = 6  # of a capture, in scales of one picture and the right size
 
 
 class Shelf:
     """The graphs of one scale, by their slots."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: int = 1) -> None:
+        self.cost = COST / images
         self.graphs: dict[Slots, Captured] = {}
         self.wasted: dict[Slots, float] = {}  # by graphs that were taken for want of smaller ones
 
@@ -38,7 +39,7 @@ class Shelf:
         slots = min(fitting, key=sum)
         right = sum(need) + STEP / 2 * len(need)
         self.wasted[slots] += max(sum(slots) / max(right, 1) - 1, 0)
-        if self.wasted[slots] <= COST:
+        if self.wasted[slots] <= self.cost:
             return slots
         self.wasted[slots] = 0
         return self._new(need, need, left, tokens)
@@ -51,6 +52,6 @@ class Shelf:
 
 
 def round_up(n: int) -> int:
-    """By an eighth at most, or to a multiple of 16."""
-    step = max(2 ** (n.bit_length() - 4), STEP) if n > STEP else STEP
+    """By a thirty-second at most, or to a multiple of 8."""
+    step = max(2 ** max(n.bit_length() - 6, 0), STEP)
     return -(-n // step) * step
