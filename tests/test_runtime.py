@@ -302,6 +302,21 @@ def test_methods_keep_in_graphs_what_they_keep_without(any_pipe, name: str) -> N
     assert graphs.recorded, graphs.reason
 
 
+@pytest.mark.parametrize("name", ["nova", "nova, early", "nova, previous", "fastvar", "sparsevar", "toprovar"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
+def test_maps_that_are_not_finite(any_pipe, name: str, captured: bool) -> None:
+    """Methods decide from numbers that are not; what the user reads is what is wrong."""
+    pipe = copy.copy(any_pipe)
+    if captured:
+        pipe.executor = Pretended()
+
+    def spoil(end):
+        return torch.full_like(end.features, torch.nan) if end.scale.index == 4 else None
+
+    with pytest.raises(NextscaleError, match="logits of scale 6 are not finite"):
+        ask(pipe, 2, method=CAPTURED[name], callback_on_scale_end=spoil)
+
+
 def test_a_scale_that_needs_more_room_is_run_again(infinity, monkeypatch) -> None:
     for name in ("FIRST", "CHANGE", "ONCE", "LEAST"):
         monkeypatch.setattr(f"nextscale.methods.room.{name}", -2.0)

@@ -171,6 +171,7 @@ def _link_and_select(
         if (layer > first) & (before != 0.0):
             usual = before / (layer - first)
             deviation = (mean - usual) / usual
+            deviation = tl.where(deviation - deviation == 0, deviation, 0.0)  # as if it were finite
     one = tl.full((), 1.0, tl.float64)
     ratio = tl.maximum(asked * (one - deviation), lowest * one + lowest_rest)
     ratio = tl.minimum(ratio, one - 1.1102230246251565e-16)  # the largest number below 1

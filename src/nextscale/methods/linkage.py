@@ -45,7 +45,8 @@ class Linkage(NamedTuple):
             deviation = torch.full_like(mean, self.given)
         elif self.linked and layer > self.first:
             usual = notes[self.first : layer, MEAN].mean(0)
-            deviation = torch.where(usual == 0, 0, (mean - usual) / usual)
+            # What is not finite is complained about when the scale is over: until then, a number that counts as one.
+            deviation = torch.where(usual == 0, 0, (mean - usual) / usual).nan_to_num(0, 0, 0)
         result = (ratio * (1 - deviation)).clamp_min(self.lowest).clamp_max(MOST)
         result = torch.where(ratio > 0, result, ratio)
         kept = tokens - (result * tokens).floor()

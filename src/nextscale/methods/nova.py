@@ -161,7 +161,8 @@ class NOVAPolicy(CachedPolicy):
         for scale, images, report in self.pending:
             t = scale.index + 1
             for image, entropy in zip(images, report["entropy"].tolist(), strict=True):
-                self.growth[image].add(t, entropy)
+                # In graphs logits are checked when the host has time: until then, any number will do.
+                self.growth[image].add(t, entropy if math.isfinite(entropy) else 0.0)
             if t in self.noted:
                 for image, found in zip(images, report["layers"][:, DEVIATION].T.tolist(), strict=True):
                     if self.ratio[t][image]:
