@@ -275,22 +275,22 @@ def test_a_linear_layer_for_few_rows(device: str, rows) -> None:
 
 
 @on_both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
-def test_a_linear_layer_in_8_bits(device: str) -> None:
+def test_a_linear_layer_in_8_bits(device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer = nn.Linear(256, 96).to(device=device, dtype=torch.bfloat16)
+    layer = nn.Linear(256, 96).to(device, dtype)
     layer.weight[:8] *= 100  # every channel has a factor of its own
-    x = torch.randn(2, 5, 256, device=device, dtype=torch.bfloat16) * torch.logspace(-3, 3, 5, device=device)[:, None]
-    x = x.bfloat16()
+    x = (torch.randn(2, 5, 256, device=device) * torch.logspace(-3, 2, 5, device=device)[:, None]).to(dtype)
     small = FP8Linear(layer)
     assert small.weight.dtype == torch.float8_e4m3fn
     exact = layer.double()(x.double())
-    layer.bfloat16()
+    layer.to(dtype)
     # Errors average out: of 256 products, the sum is off by a sixteenth of what one of them is.
     product = x.double().norm(dim=-1)[..., None] * layer.weight.double().norm(dim=-1) / math.sqrt(256)
     off_by = ((small(x).double() - exact) / (product + exact.abs())).square().mean(-1).sqrt()
     assert off_by.max() < 0.05, "three bits and a half of the numbers are left"
-    other = torch.randn(96, device=device, dtype=torch.bfloat16)
+    other = torch.randn(96, device=device, dtype=dtype)
     assert off(small(x, other) - other, small(x) - layer.bias) < 0.02
     rounded, factor = round_rows(torch.zeros(3, 32, device=device, dtype=torch.bfloat16))
     assert not rounded.float().any()

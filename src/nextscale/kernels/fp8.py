@@ -27,6 +27,7 @@ OLDEST = (8, 9)  # of the GPUs that multiply it
 MULTIPLE = 16  # of the channels, which the GPU asks for
 MANY = 1024  # rows from which on it is faster to let cuBLAS take the factors than to make a pass for them,
 MANY_MORE = 6144  # and than to leave them to a pass that has to be made anyway
+SHRUNK = 2.0**-16  # what products are multiplied with that still lack their factors: float16 does not go far
 
 
 class Rounded(NamedTuple):
@@ -41,14 +42,16 @@ class FP8Linear(nn.Module):
 
     weight: Tensor  # [out, in] in 8 bits
     factor: Tensor  # [out]
-    one: Tensor
+    late_factor: Tensor  # [out], of shrunk products
+    shrunk: Tensor  # for either side
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         weight, factor = round_rows(layer.weight.detach())
         self.register_buffer("weight", weight)
         self.register_buffer("factor", factor)
-        self.register_buffer("one", torch.ones_like(factor[0]))
+        self.register_buffer("late_factor", factor / SHRUNK)
+        self.register_buffer("shrunk", torch.full_like(factor[0], SHRUNK**0.5))
         self.bias = layer.bias
         self.dtype = layer.weight.dtype  # of what it gives
 
@@ -67,8 +70,9 @@ class FP8Linear(nn.Module):
             factors = rows.reshape(-1, 1), self.factor[None]
             y = torch._scaled_mm(flat, self.weight.t(), *factors, bias=bias, out_dtype=self.dtype, use_fast_accum=True)
             return Parts(y.view(shape))
-        y = torch._scaled_mm(flat, self.weight.t(), self.one, self.one, out_dtype=self.dtype, use_fast_accum=True)
-        return Parts(y.view(shape), bias, rows, self.factor)
+        factors = self.shrunk, self.shrunk
+        y = torch._scaled_mm(flat, self.weight.t(), *factors, out_dtype=self.dtype, use_fast_accum=True)
+        return Parts(y.view(shape), bias, rows, self.late_factor)
 
     def finished(self, found: Parts) -> Tensor:
         y = found.sums[0]
