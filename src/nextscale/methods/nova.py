@@ -132,10 +132,10 @@ class NOVAPolicy(CachedPolicy):
             if self.method.metric == "attention" and self.records(scale)
             else frozenset()
         )
-        reduced = tuple(ratio > 0 for ratio in self.ratio[t])
-        looks = any(reduced) or (self.learns and self.records(scale))
-        slots = self._slots(scale) if any(reduced) else ()
-        return self.plan(scale, needs=needs, looks=looks, variant=reduced, slots=slots)
+        some, everyone = any(self.ratio[t]), all(self.ratio[t])  # which of them is the device's business
+        looks = some or (self.learns and self.records(scale))
+        slots = self._slots(scale) if some else ()
+        return self.plan(scale, needs=needs, looks=looks, variant=(some, everyone), slots=slots)
 
     def _slots(self, scale: Scale) -> tuple[int, ...]:
         """Room for what each layer will keep."""

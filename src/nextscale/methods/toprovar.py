@@ -83,7 +83,7 @@ class ToProVARPolicy(CachedPolicy):
         if not self.method.token_stage:
             n = scale.tokens
             self.told(f"order {n}", torch.rand(n, generator=torch.Generator().manual_seed(n)).double())
-        return self.plan(scale, needs=needs, slots=self._slots(scale), variant=active)
+        return self.plan(scale, needs=needs, slots=self._slots(scale), variant="reduced")
 
     def _slots(self, scale: Scale) -> tuple[int, ...]:
         """Room for what each layer will keep, if that is about the share of the scale before."""

@@ -18,6 +18,7 @@ Slots = tuple[int, ...]  # of every layer; () = room for all tokens
 STEP = 8  # slots are rounded up to a multiple of it
 SPARE = 1.1  # times the slots that are needed, for a graph that other pictures should fit into
 COST = 6  # of a capture, in scales of one picture and the right size
+MOST = 32  # graphs of a scale: those that were not taken for longest make room for others
 
 
 class Shelf:
@@ -33,6 +34,15 @@ class Shelf:
 
         `left` is the room in each layer's cache, which only those tokens are worth enlarging that are needed.
         """
+        slots = self._choose(need, left, tokens)
+        self.wasted[slots] = self.wasted.pop(slots)  # the newest last
+        if len(self.wasted) > MOST:
+            oldest = next(iter(self.wasted))
+            del self.wasted[oldest]
+            self.graphs.pop(oldest, None)
+        return slots
+
+    def _choose(self, need: Slots, left: Sequence[int], tokens: int) -> Slots:
         fitting = [s for s in self.wasted if all(map(operator.le, need, s)) and all(map(operator.le, s, left))]
         if not fitting:
             return self._new([math.ceil(SPARE * n) for n in need], need, left, tokens)
