@@ -1,12 +1,12 @@
 """How well the room for kept tokens is guessed, on the model that comes with the package.
 
-    python benchmarks/room.py [--pictures 24] [--size 0.25M] [--set alpha=0.9 ...]
+    python benchmarks/room.py [--pictures 24] [--batch 1] [--size 0.25M] [--set alpha=0.9 ...]
 
 With CUDA graphs every layer of a reduced scale has room for a number of tokens that is guessed before. A layer that
 wants more makes the scale run twice; room that is not used is computed for nothing. A scale is captured once more if no
 graph has enough room and not much more; or if the KV cache, which is as large as the first picture asked for and a
-little more, has to grow. Here NOVA runs eagerly, one picture after the other, and each guess is compared with what was
-kept: no GPU is needed.
+little more, has to grow. Here NOVA runs eagerly, one call after the other, and each guess is compared with what was
+kept: no GPU is needed. Pictures of a batch all have as many slots as the one that keeps most.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Captures:
     tail: int = 0  # room for the last scale, which layers share
     count: int = 0
 
-    def slots(self, scale: Scale, need: tuple[int, ...], used: list[int], last: bool) -> tuple[int, ...]:
+    def slots(self, scale: Scale, need: tuple[int, ...], used: list[int], last: bool, images: int) -> tuple[int, ...]:
         left = list(need)
         if self.rooms:
             left = [self.tail if last else room - some for room, some in zip(self.rooms, used, strict=True)]
@@ -62,8 +62,8 @@ class Captures:
             else:
                 self.rooms = [r + max(n - s, r // 8, 0) for r, n, s in zip(self.rooms, need, left, strict=True)]
             self.shelves = {t: shelf for t, shelf in self.shelves.items() if last and t <= scale.index}
-            return self.slots(scale, need, used, last)
-        shelf = self.shelves.setdefault(scale.index + 1, Shelf())
+            return self.slots(scale, need, used, last, images)
+        shelf = self.shelves.setdefault(scale.index + 1, Shelf(images))
         before = len(shelf.wasted)
         slots = shelf.slots(need, left, scale.tokens)
         self.count += len(shelf.wasted) - before
@@ -97,11 +97,15 @@ class GuessingPolicy(NOVAPolicy):
         super().__init__(context, method)
         self.guessed: dict[int, tuple[int, ...]] = {}
 
-    def wanted(self, t: int) -> list[int]:
-        """Tokens that every layer of a scale kept."""
+    def kept(self, t: int) -> list[list[int]]:
+        """Tokens that every layer of a scale kept, of every picture."""
         if t in self.noted:
-            return [int(n) for n in self.noted[t][1]["layers"][:, KEPT, 0].tolist()]
-        return [list(self.context.schedule)[t - 1].tokens] * self.context.depth
+            return [list(map(int, layer)) for layer in self.noted[t][1]["layers"][:, KEPT].tolist()]
+        return [[list(self.context.schedule)[t - 1].tokens] * self.context.images] * self.context.depth
+
+    def wanted(self, t: int) -> list[int]:
+        """By the picture that kept most."""
+        return list(map(max, self.kept(t)))
 
     def used(self, scales: int) -> list[int]:
         """Entries in the cache of every layer."""
@@ -110,9 +114,8 @@ class GuessingPolicy(NOVAPolicy):
     def begin_scale(self, scale: Scale) -> ScalePlan:
         plan = super().begin_scale(scale)
         if plan.slots:
-            slots = self.method.captures.slots(
-                scale, plan.slots, self.used(scale.index), scale.index == len(self.context.schedule) - 1
-            )
+            last = scale.index == len(self.context.schedule) - 1
+            slots = self.method.captures.slots(scale, plan.slots, self.used(scale.index), last, self.context.images)
             self.guessed[scale.index + 1] = slots
         return plan
 
@@ -120,30 +123,33 @@ class GuessingPolicy(NOVAPolicy):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=1, help="pictures of a call")
     parser.add_argument("--size", default="0.25M", help="pixel budget")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="of NOVA")
     options = parser.parse_args()
     numbers = {name: float(value) for name, value in (pair.split("=") for pair in options.set)}
     pipe = Pipeline.from_pretrained(progress_bar=False)
     method = Guessing(**numbers)
-    print(f"{pipe.spec.name}, {options.size}, {method.name} {numbers or ''}")
+    print(f"{pipe.spec.name}, {options.size}, batch {options.batch}, {method.name} {numbers or ''}")
     print(f"{'pictures':>9} {'reduced scales':>15} {'run again':>10} {'captured':>9} {'slots / kept':>13}")
-    for first in range(0, options.pictures, 4):
+    step, batch = max(4, options.batch), options.batch
+    for first in range(0, options.pictures, step):
         scales = again = slots = kept = 0
         before = method.captures.count
-        for n in range(first, min(first + 4, options.pictures)):
-            prompt = f"a {THINGS[n % len(THINGS)]}{PLACES[n // 5 % len(PLACES)]}"
-            policy = pipe(prompt, seed=n, method=method, pixel_budget=options.size, output_type="latent").trace.policy
+        end = min(first + step, options.pictures)
+        for begin in range(first, end, batch):
+            which = range(begin, min(begin + batch, end))
+            prompts = [f"a {THINGS[n % len(THINGS)]}{PLACES[n // 5 % len(PLACES)]}" for n in which]
+            call = {"method": method, "pixel_budget": options.size, "output_type": "latent"}
+            policy = pipe(prompts, seed=list(which), **call).trace.policy
             last = len(policy.context.schedule)
             method.captures.called(policy.used(last - 1), policy.wanted(last))
             for t, room in policy.guessed.items():
-                wanted = policy.wanted(t)
                 scales += 1
-                again += any(w > r for w, r in zip(wanted, room, strict=True))
-                slots, kept = slots + sum(room), kept + sum(wanted)
-        last = min(first + 4, options.pictures)
+                again += any(w > r for w, r in zip(policy.wanted(t), room, strict=True))
+                slots, kept = slots + sum(room) * len(prompts), kept + sum(map(sum, policy.kept(t)))
         captured = method.captures.count - before
-        line = f"{first + 1:>4}-{last:<4} {scales:>15} {again:>10} {captured:>9} {slots / max(kept, 1):>13.2f}"
+        line = f"{first + 1:>4}-{end:<4} {scales:>15} {again:>10} {captured:>9} {slots / max(kept, 1):>13.2f}"
         print(line, flush=True)
 
 
