@@ -1,6 +1,6 @@
 """What 8-bit weights and activations cost in exactness, on the model that comes with the package.
 
-    python benchmarks/fp8.py [--images 24] [--device cuda]
+    python benchmarks/fp8.py [--images 24] [--device cuda] [--size 1M]
 
 Both models see the same tokens at every scale (those that bfloat16 chose), so that differences do not add up:
   logits      root mean square of their difference over that of the logits
@@ -25,16 +25,16 @@ from nextscale.pipeline import Pipeline
 PROMPTS = ("a fox", "a red boat on the sea", "a green tree under the moon", "two cats", "a yellow sun", "a blue car")
 
 
-def compare(name: str, plain: Pipeline, other: Pipeline, images: int) -> None:
+def compare(name: str, plain: Pipeline, other: Pipeline, images: int, size: str | None) -> None:
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(images)]
-    seeds = list(range(images))
+    call = {"seed": list(range(images)), "pixel_budget": size}
     kept: dict[int, list[torch.Tensor]] = {}
-    tokens = plain(prompts, seed=seeds, output_type="latent").tokens
+    tokens = plain(prompts, **call, output_type="latent").tokens
     for n, pipe in enumerate((plain, other)):
         kept[n] = []
         pipe(
             prompts,
-            seed=seeds,
+            **call,
             force_tokens=tokens,
             output_type="latent",
             callback_on_scale_end=lambda end, n=n: kept[n].append(end.logits.float().cpu()),
@@ -44,7 +44,7 @@ def compare(name: str, plain: Pipeline, other: Pipeline, images: int) -> None:
     same = a.argmax(-1) == b.argmax(-1)
     bits = plain.backbone.token_shape[0]
     whole = same.unflatten(1, (-1, bits)).all(-1).float().mean().item()
-    drawn = [pipe(prompts, seed=seeds, output_type="pt").images.float().cpu() for pipe in (plain, other)]
+    drawn = [pipe(prompts, **call, output_type="pt").images.float().cpu() for pipe in (plain, other)]
     print(
         f"{name:<22} logits {off:>6.2%}  bits {same.float().mean().item():>7.2%}  tokens {whole:>7.2%}  "
         f"PSNR {psnr(*drawn).mean().item():>5.1f} dB  SSIM {ssim(*drawn).mean().item():.3f}",
@@ -56,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=24)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", help="pixel budget; the model's own unless given, which takes long on a CPU")
     options = parser.parse_args()
     device = as_device(options.device)
     plain = Pipeline.from_pretrained(dtype="bfloat16", device=device, progress_bar=False)
@@ -67,8 +68,8 @@ def main() -> None:
         sum(t.nbytes for t in (*p.backbone.parameters(), *p.backbone.buffers())) / 2**20 for p in (plain, small)
     )
     print(f"{device}, torch {torch.__version__}, {options.images} images; weights {before:.0f} -> {after:.0f} MiB")
-    compare("float32 vs bfloat16", plain, exact, options.images)
-    compare("fp8 vs bfloat16", plain, small, options.images)
+    compare("float32 vs bfloat16", plain, exact, options.images, options.size)
+    compare("fp8 vs bfloat16", plain, small, options.images, options.size)
 
 
 if __name__ == "__main__":

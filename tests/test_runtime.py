@@ -302,6 +302,27 @@ def test_methods_keep_in_graphs_what_they_keep_without(any_pipe, name: str) -> N
     assert graphs.recorded, graphs.reason
 
 
+@pytest.mark.parametrize("probe", ["lens", "previous"])
+def test_pictures_that_begin_at_different_scales_share_graphs(infinity, probe: str, monkeypatch) -> None:
+    stars: list[int] = []  # of the pictures of a call: the scale behind which they are reduced
+
+    def ratio(self, growth, t: int) -> float:
+        star = stars[next(n for n, g in enumerate(self.growth) if g is growth)]
+        return 0.5 if t > star else 0.0
+
+    monkeypatch.setattr("nextscale.methods.nova.NOVAPolicy._ratio", ratio)
+    method, other = NOVA(t_est=2, probe=probe), copy.copy(infinity)
+    other.executor = graphs = Pretended()
+    shelves = []
+    for stars[:] in ([5, 5], [3, 3], [3, 5], [5, 3], [3, 3]):  # after the first call caches are as large as need be
+        expected, found = (ask(pipe, 2, method=method) for pipe in (infinity, other))
+        assert same_tokens(expected, found)
+        assert close(expected.trace.to_dict()["images"], found.trace.to_dict()["images"])
+        shelves.append(len(graphs.program.shelves))
+    assert shelves[1] < shelves[2], "a complete picture among the others may run other code"
+    assert shelves[2:] == [shelves[2]] * 3, "but not another one in its place"
+
+
 @pytest.mark.parametrize("name", ["nova", "nova, early", "nova, previous", "fastvar", "sparsevar", "toprovar"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
 def test_maps_that_are_not_finite(any_pipe, name: str, captured: bool) -> None:
