@@ -11,6 +11,7 @@ from torch import Tensor
 from nextscale.attention import attention, blank
 from nextscale.entropy import attention_entropy
 from nextscale.kernels.attention import attend, runs_on
+from nextscale.kernels.fp8 import reads
 from nextscale.kernels.keys import split_and_store, stores
 from nextscale.schedule import Schedule
 
@@ -26,8 +27,8 @@ class Memory(Protocol):
     def see(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
-        """Attention of new tokens [R, K, 3, H, D] over all that is visible: [R, H, K, D]. They are the `chosen` ones of
-        all tokens, which `positions` [1 or R, N, ...] belong to."""
+        """Attention of new tokens [R, K, 3, H, D] over all that is visible: [R, H, K, D], perhaps as the layer
+        behind reads it. They are the `chosen` ones of all tokens, which `positions` [1 or R, N, ...] belong to."""
         ...
 
 
@@ -126,7 +127,7 @@ class LayerCache:
     def see(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
-        return self.attend(self.store(attn, qkv, positions, chosen), attn.softmax_scale)
+        return self.attend(attn, self.store(attn, qkv, positions, chosen))
 
     def store(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
@@ -161,14 +162,15 @@ class LayerCache:
         self.append(k, v, count)
         return q
 
-    def attend(self, q: Tensor, scale: float) -> Tensor:
+    def attend(self, attn: SelfAttention, q: Tensor) -> Tensor:
+        scale, wanted = attn.softmax_scale, reads(attn.proj)
         if self.tail is not None:
-            return attend(q, self.k, self.v, scale, self.length, self.more, tail=self.tail)[0]
+            return attend(q, self.k, self.v, scale, self.length, self.more, tail=self.tail, reads=wanted)[0]
         if self.length is not None and self.active is None and runs_on(q):
-            return attend(q, self.k, self.v, scale, self.length, self.more)[0]
+            return attend(q, self.k, self.v, scale, self.length, self.more, reads=wanted)[0]
         keys, values, mask = self.visible()
         if mask is None and q.shape[2] <= FEW and runs_on(q):
-            return attend(q, keys, values, scale)[0]
+            return attend(q, keys, values, scale, reads=wanted)[0]
         return attention(q, keys, values, scale, mask)
 
 
@@ -195,14 +197,14 @@ class WatchedCache:
         q = cache.store(attn, qkv, positions, chosen)
         if cache.active is None and runs_on(q):
             length = cache.lengths.to(q.device)
-            seen, entropy = attend(q, cache.k, cache.v, scale, length, entropy=True)
+            seen, entropy = attend(q, cache.k, cache.v, scale, length, entropy=True, reads=reads(attn.proj))
             assert entropy is not None
             self.entropy = entropy[: self.rows]
             return seen
         keys, _, mask = cache.visible()
         visible = None if mask is None else mask[: self.rows]
         self.entropy = attention_entropy(q[: self.rows], keys[: self.rows], scale, visible)
-        return self.cache.attend(q, scale)
+        return self.cache.attend(attn, q)
 
 
 class BlockCausal:

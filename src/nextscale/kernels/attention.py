@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nextscale.attention import attention, blank
 from nextscale.entropy import attention_entropy
+from nextscale.kernels.fp8 import Reads
 
 try:
     from nextscale.kernels.attention_triton import fused
@@ -25,14 +26,16 @@ def attend(
     more: Tensor | None = None,
     entropy: bool = False,
     tail: tuple[Tensor, Tensor] | None = None,
+    reads: Reads | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """q [R, H, K, D] over the first `length` + `more` [R] of the keys and values [R, H, S, D] (all of them if None).
     With a `tail`, `more` of them are the first of the keys and values [R, H, S', D] there.
 
     Returns what was seen [R, H, K, D] and, if asked for, the entropy of each query's weights, a mean over heads [R, K].
+    What was seen may already be as the layer behind `reads` it.
     """
     if runs_on(q):
-        return fused(q, k, v, scale, length, more, entropy, tail)
+        return fused(q, k, v, scale, length, more, entropy, tail, reads)
     if tail is None:
         return reference(q, k, v, scale, length if length is None or more is None else length + more, entropy)
     mask = torch.cat((_first(k, length), _first(tail[0], more)), dim=-1)

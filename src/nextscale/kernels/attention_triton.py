@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nextscale.kernels.few_keys_triton import FEW_KEYS, over_few_keys
+from nextscale.kernels.fp8 import Reads
+from nextscale.kernels.fp8_triton import as_read
 
 PROCESSORS = 132  # of a large GPU
 FEW, SOME = 128, 400  # keys that are worth a program while processors are idle, and while each has but one
@@ -33,13 +35,16 @@ def fused(
     more: Tensor | None = None,
     entropy: bool = False,
     tail: tuple[Tensor, Tensor] | None = None,
+    reads: Reads | None = None,
     **tuned: int,
 ) -> tuple[Tensor, Tensor | None]:
     rows, heads, queries, width = q.shape
     keys = k.shape[2] + (0 if tail is None else tail[0].shape[2])
-    out = torch.empty(rows, queries, heads, width, dtype=q.dtype, device=q.device)  # as the projection behind reads it
+    reads = reads or Reads(q.dtype)
+    # As the projection behind reads it.
+    out = torch.empty(rows, queries, heads, width, dtype=reads.dtype, device=q.device)
     if k.shape[2] <= FEW_KEYS and more is None and not entropy and not tuned:
-        return over_few_keys(q, k, v, scale, length, out).transpose(1, 2), None
+        return over_few_keys(q, k, v, scale, length, out, reads.by).transpose(1, 2), None
     spread = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device) if entropy else None
     tuned = tuned or blocks(queries, keys)
     groups = triton.cdiv(queries, tuned["BLOCK_Q"])
@@ -66,6 +71,7 @@ def fused(
         queries,
         k.shape[2],
         scale / math.log(2),
+        reads.by,
         WIDTH=width,
         HAS_LENGTH=length is not None,
         HAS_MORE=more is not None,
@@ -82,6 +88,7 @@ def fused(
             spread if entropy else q,
             heads,
             queries,
+            reads.by,
             WIDTH=width,
             ENTROPY=entropy,
             SHARES=shares,
@@ -205,6 +212,7 @@ def _attention(
     queries,
     keys,
     scale,
+    by,
     WIDTH: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_MORE: tl.constexpr,
@@ -253,7 +261,7 @@ def _attention(
     else:
         seen = seen / total[:, None]
         out_place = out_at + ((row * queries + mine[:, None]) * heads + head) * WIDTH + channel
-        tl.store(out_place, seen.to(out_at.dtype.element_ty), mask=real[:, None])
+        tl.store(out_place, as_read(seen, by, out_at.dtype.element_ty), mask=real[:, None])
         if ENTROPY:
             nats = (tl.log2(total) - weighted / total) * 0.6931471805599453
             tl.store(spread_at + (row * heads + head) * queries + mine, nats, mask=real)
@@ -267,6 +275,7 @@ def _join(
     spread_at,
     heads,
     queries,
+    by,
     WIDTH: tl.constexpr,
     ENTROPY: tl.constexpr,
     SHARES: tl.constexpr,
@@ -296,7 +305,7 @@ def _join(
         top = higher
     seen = seen / total[:, None]
     out_place = out_at + ((row * queries + mine[:, None]).to(tl.int64) * heads + head) * WIDTH + channel
-    tl.store(out_place, seen.to(out_at.dtype.element_ty), mask=real[:, None])
+    tl.store(out_place, as_read(seen, by, out_at.dtype.element_ty), mask=real[:, None])
     if ENTROPY:
         nats = (tl.log2(total) - weighted / total) * 0.6931471805599453
         tl.store(spread_at + tl.program_id(1).to(tl.int64) * queries + mine, nats, mask=real)

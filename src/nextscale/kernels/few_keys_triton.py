@@ -8,12 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.fp8_triton import as_read
+
 FEW_KEYS = 128
 PROGRAMS = 396  # that run at once on a large GPU
 
 
-def over_few_keys(q: Tensor, k: Tensor, v: Tensor, scale: float, length: Tensor | None, out: Tensor) -> Tensor:
-    """What queries q [R, H, K, D] see of the first `length` [R] keys and values [R, H, S, D], put into `out`."""
+def over_few_keys(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, length: Tensor | None, out: Tensor, by: float
+) -> Tensor:
+    """What queries q [R, H, K, D] see of the first `length` [R] keys and values [R, H, S, D], put into `out`; times
+    `by` if that has 8 bits."""
     rows, heads, queries, width = q.shape
     keys = k.shape[2]
     block = 64 if queries > 16 else 16
@@ -31,6 +36,7 @@ def over_few_keys(q: Tensor, k: Tensor, v: Tensor, scale: float, length: Tensor 
         queries,
         keys,
         scale / math.log(2),
+        by,
         rounds,
         WIDTH=width,
         HAS_LENGTH=length is not None,
@@ -62,6 +68,7 @@ def _few_keys(
     queries,
     keys,
     scale,
+    by,
     rounds,
     WIDTH: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
@@ -88,4 +95,4 @@ def _few_keys(
         s = tl.where(visible[None, :], tl.dot(q, k) * scale, float("-inf"))
         p = tl.exp2(s - tl.max(s, 1)[:, None])
         seen = tl.dot(p.to(v.dtype), v) / tl.sum(p, 1)[:, None]
-        tl.store(out_place + mine[:, None] * heads * WIDTH, seen.to(out_at.dtype.element_ty), mask=real)
+        tl.store(out_place + mine[:, None] * heads * WIDTH, as_read(seen, by, out_at.dtype.element_ty), mask=real)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.kernels.fp8 import FP8Linear, Rounded
+from nextscale.kernels.fp8 import gelu
 
 
-def linear_gelu(x: Tensor | Rounded, layer: nn.Module) -> Tensor | Rounded:
-    """GELU by its tanh formula, of x [..., C]. A layer in 8 bits is followed by another one."""
-    if isinstance(layer, FP8Linear):
-        return layer.gelu(x)
-    assert isinstance(x, Tensor)
+def linear_gelu(x: Tensor, layer: nn.Module, reader: nn.Module) -> Tensor:
+    """GELU by its tanh formula, of x [..., C], for the layer behind it."""
     fits = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
     if fits and isinstance(layer, nn.Linear):
         return _fused(x, layer.weight, layer.bias)
-    return F.gelu(layer(x), approximate="tanh")
+    return gelu(layer(x), reader)
 
 
 @torch.library.custom_op("nextscale::linear_gelu", mutates_args=())

@@ -9,28 +9,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.fp8 import FORMAT, LARGEST
-from nextscale.kernels.fp8_triton import factor_of, scaled
+from nextscale.kernels.fp8_triton import as_read
 from nextscale.kernels.parts import Parts
 
 if TYPE_CHECKING:
+    from nextscale.kernels.fp8 import Reads
     from nextscale.kernels.modulate import Norm
 
 
 def fused_sum_and_norm(
-    x: Tensor, index: Tensor | None, delta: Tensor | Parts | None, gate: Tensor | None, norm: Norm, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x: Tensor, index: Tensor | None, delta: Tensor | Parts | None, gate: Tensor | None, norm: Norm, reads: Reads
+) -> tuple[Tensor, Tensor]:
     """The stream x [R, N, C], of which the cells `index` [R, K] are taken, with gate * delta [R, K, C] added; and its
-    norm in `dtype`, with the factor of every token [R, K] if these are 8 bits."""
+    norm as a layer reads it."""
     rows, cells, channels = x.shape
     tokens = cells if index is None else index.shape[1]
     out = x
     if index is not None or delta is not None:
         out = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
-    normed = torch.empty(rows, tokens, channels, dtype=dtype, device=x.device)
-    rounded = torch.empty(rows, tokens, dtype=torch.float32, device=x.device) if dtype == FORMAT else None
-    _launch(x, index, delta, gate, out, norm, normed, rounded)
-    return out, normed, rounded
+    normed = torch.empty(rows, tokens, channels, dtype=reads.dtype, device=x.device)
+    _launch(x, index, delta, gate, out, norm, normed, reads.by)
+    return out, normed
 
 
 def fused_sum(x: Tensor, delta: Tensor | Parts, gate: Tensor | None) -> Tensor:
@@ -47,7 +46,7 @@ def _launch(
     out: Tensor,
     norm: Norm | None,
     normed: Tensor,
-    rounded: Tensor | None = None,
+    by: float = 1.0,
 ) -> None:
     rows, tokens, channels = normed.shape
     factor, term = (norm.factor, norm.term) if norm is not None else (None, None)
@@ -60,14 +59,13 @@ def _launch(
         x if term is None else term,
         out,
         normed,
-        x if rounded is None else rounded,
         tokens,
         x.stride(0),
         x.stride(1),
         _per_row(factor),
         _per_row(term),
         0.0 if norm is None else norm.eps,
-        LARGEST,
+        by,
         CHANNELS=channels,
         BLOCK=triton.next_power_of_2(channels),
         INDEX=index is not None,
@@ -78,7 +76,6 @@ def _launch(
         TERM=term is not None,
         PLUS_ONE=norm is not None and norm.plus_one,
         RMS=norm is not None and norm.rms,
-        ROUND=rounded is not None,
         num_warps=_warps(rows * tokens, channels),
     )
 
@@ -90,10 +87,9 @@ def pending(
     if delta is not None and not isinstance(delta, Parts):
         delta = Parts(delta.contiguous()[None])
     parts = 0 if delta is None else len(delta.sums)
-    found = (None,) * 4 if delta is None else delta
-    _, bias, by_row, _ = found
-    given = [some if t is None else t for t in (*found, gate)]
-    kind = {"PARTS": parts, "BIAS": bias is not None, "SCALED": by_row is not None, "GATE": gate is not None}
+    sums, bias = (None, None) if delta is None else delta
+    given = [some if t is None else t for t in (sums, bias, gate)]
+    kind = {"PARTS": parts, "BIAS": bias is not None, "GATE": gate is not None}
     return [*given, _per_row(gate)], kind
 
 
@@ -124,8 +120,6 @@ def total(x):
 def gated(
     delta_at,
     bias_at,
-    rows_at,
-    channels_at,
     gate_at,
     token,
     tokens,
@@ -134,7 +128,6 @@ def gated(
     CHANNELS: tl.constexpr,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     GATE: tl.constexpr,
 ):
     """gate * (what a linear layer gave), of the channels of a token; its parts are of so many tokens each."""
@@ -142,7 +135,8 @@ def gated(
     delta = tl.load(delta_at + at, mask=real, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         delta += tl.load(delta_at + part * tokens * CHANNELS + at, mask=real, other=0.0)
-    delta = scaled(delta, token, channel, real, bias_at, rows_at, channels_at, SCALED, BIAS)
+    if BIAS:
+        delta += tl.load(bias_at + channel, mask=real, other=0.0).to(tl.float32)
     if GATE:
         delta *= tl.load(gate_at + channel, mask=real, other=0.0)
     return delta
@@ -154,28 +148,24 @@ def _sum_and_norm(
     index_at,
     delta_at,
     bias_at,
-    by_row_at,
-    by_channel_at,
     gate_at,
     gate_row,
     factor_at,
     term_at,
     out_at,
     normed_at,
-    rounded_at,
     tokens,
     x_row,
     x_token,
     factor_row,
     term_row,
     eps,
-    largest,
+    by,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     INDEX: tl.constexpr,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     GATE: tl.constexpr,
     SUM: tl.constexpr,
     NORM: tl.constexpr,
@@ -183,7 +173,6 @@ def _sum_and_norm(
     TERM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     RMS: tl.constexpr,
-    ROUND: tl.constexpr,
 ):
     row, token = tl.program_id(1).to(tl.int64), tl.program_id(0)
     channel = by_fours(BLOCK)
@@ -202,8 +191,6 @@ def _sum_and_norm(
         x += gated(
             delta_at,
             bias_at,
-            by_row_at,
-            by_channel_at,
             gate_at + row * gate_row,
             row * tokens + token,
             tl.num_programs(1).to(tl.int64) * tokens,
@@ -212,7 +199,6 @@ def _sum_and_norm(
             CHANNELS,
             PARTS,
             BIAS,
-            SCALED,
             GATE,
         )
     if SUM:
@@ -225,8 +211,4 @@ def _sum_and_norm(
             y *= factor + 1.0 if PLUS_ONE else factor
         if TERM:
             y += term
-        if ROUND:
-            by = factor_of(y, largest)
-            tl.store(rounded_at + row * tokens + token, by)
-            y = y / by
-        tl.store(normed_at + to, y.to(normed_at.dtype.element_ty), mask=real)
+        tl.store(normed_at + to, as_read(y, by, normed_at.dtype.element_ty), mask=real)

@@ -11,11 +11,7 @@ from torch import Tensor
 class Parts(NamedTuple):
     sums: Tensor  # [parts, R, K, C], still to be added up
     bias: Tensor | None = None  # [C]
-    by_row: Tensor | None = None  # factors of a product in 8 bits, [R, K] in float32
-    by_channel: Tensor | None = None  # and [C]
 
     def total(self) -> Tensor:
         result = self.sums.float().sum(0)
-        if self.by_row is not None and self.by_channel is not None:
-            result = result * self.by_row[..., None] * self.by_channel
         return result if self.bias is None else result + self.bias

@@ -130,8 +130,6 @@ def _restore(
     y_at,
     delta_at,
     bias_at,
-    by_row_at,
-    by_channel_at,
     gate_at,
     gate_row,
     slot_at,
@@ -147,7 +145,6 @@ def _restore(
     by_column,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     GATE: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -163,24 +160,7 @@ def _restore(
     x = tl.load(x_at + at, mask=real, other=0.0)
     if slot >= 0:
         gate = gate_at + row * gate_row
-        y = _output(
-            y_at,
-            delta_at,
-            bias_at,
-            by_row_at,
-            by_channel_at,
-            gate,
-            row,
-            slot,
-            slots,
-            channel,
-            real,
-            CHANNELS,
-            PARTS,
-            BIAS,
-            SCALED,
-            GATE,
-        )
+        y = _output(y_at, delta_at, bias_at, gate, row, slot, slots, channel, real, CHANNELS, PARTS, BIAS, GATE)
         added = y - x
     else:
         base = cached_at + row * h * w * CHANNELS + channel
@@ -208,8 +188,6 @@ def _put(
     y_at,
     delta_at,
     bias_at,
-    by_row_at,
-    by_channel_at,
     gate_at,
     gate_row,
     index_at,
@@ -220,7 +198,6 @@ def _put(
     slots,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     GATE: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -232,24 +209,7 @@ def _put(
         real = channel < CHANNELS
         cell = tl.load(index_at + row * slots + slot)
         gate = gate_at + row * gate_row
-        y = _output(
-            y_at,
-            delta_at,
-            bias_at,
-            by_row_at,
-            by_channel_at,
-            gate,
-            row,
-            slot,
-            slots,
-            channel,
-            real,
-            CHANNELS,
-            PARTS,
-            BIAS,
-            SCALED,
-            GATE,
-        )
+        y = _output(y_at, delta_at, bias_at, gate, row, slot, slots, channel, real, CHANNELS, PARTS, BIAS, GATE)
         tl.store(x_at + (row * cells + cell) * CHANNELS + channel, y, mask=real)
         if MOMENTS:
             _note(y, real, moments_at + (row * cells + cell) * 2, row < images, CHANNELS)
@@ -261,15 +221,12 @@ def _record(
     y_at,
     delta_at,
     bias_at,
-    by_row_at,
-    by_channel_at,
     gate_at,
     gate_row,
     added_at,
     cells,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     GATE: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -280,24 +237,7 @@ def _record(
     at = (row * cells + cell) * CHANNELS + channel
     x = tl.load(x_at + at, mask=real, other=0.0)
     gate = gate_at + row * gate_row
-    y = _output(
-        y_at,
-        delta_at,
-        bias_at,
-        by_row_at,
-        by_channel_at,
-        gate,
-        row,
-        cell,
-        cells,
-        channel,
-        real,
-        CHANNELS,
-        PARTS,
-        BIAS,
-        SCALED,
-        GATE,
-    )
+    y = _output(y_at, delta_at, bias_at, gate, row, cell, cells, channel, real, CHANNELS, PARTS, BIAS, GATE)
     tl.store(x_at + at, y, mask=real)
     tl.store(added_at + at, (y - x).to(added_at.dtype.element_ty), mask=real)
 
@@ -307,8 +247,6 @@ def _output(
     y_at,
     delta_at,
     bias_at,
-    by_row_at,
-    by_channel_at,
     gate_at,
     row,
     slot,
@@ -318,7 +256,6 @@ def _output(
     CHANNELS: tl.constexpr,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     GATE: tl.constexpr,
 ):
     """Of a slot: the stream's sum so far, and what is still to be added to it."""
@@ -328,8 +265,6 @@ def _output(
         y += gated(
             delta_at,
             bias_at,
-            by_row_at,
-            by_channel_at,
             gate_at,
             token,
             tl.num_programs(1).to(tl.int64) * slots,
@@ -338,7 +273,6 @@ def _output(
             CHANNELS,
             PARTS,
             BIAS,
-            SCALED,
             GATE,
         )
     return y

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nextscale.kernels.fp8 import FP8Linear, Rounded
+from nextscale.kernels.fp8 import FORMAT, FP8Linear
 from nextscale.kernels.parts import Parts
 
 try:
@@ -21,18 +21,18 @@ MOST, PARTS = 128, 4  # rows, and blocks that share a row's input channels
 BLOCK_OUT, BLOCK_IN = 64, 128  # channels of a block
 
 
-def linear_for_sum(x: Tensor | Rounded, layer: nn.Module) -> Tensor | Parts:
+def linear_for_sum(x: Tensor, layer: nn.Linear | FP8Linear) -> Tensor | Parts:
     """Of x [R, K, C]."""
-    if isinstance(layer, FP8Linear):
-        return layer.product(x)
-    if isinstance(x, Rounded) or not isinstance(layer, nn.Linear) or not shares(x, layer.weight):
-        return layer(x)
-    return Parts(fused_parts(x, layer.weight, PARTS, BLOCK_OUT, BLOCK_IN), layer.bias)
+    x = layer.rounded(x) if isinstance(layer, FP8Linear) else x
+    if shares(x, layer.weight):
+        by = layer.factor if isinstance(layer, FP8Linear) else 1.0
+        return Parts(fused_parts(x, layer.weight, by, PARTS, BLOCK_OUT, BLOCK_IN), layer.bias)
+    return Parts(layer.product(x)[None], layer.bias) if isinstance(layer, FP8Linear) else layer(x)
 
 
 def shares(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel takes these, and is faster."""
-    if fused_parts is None or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+    if fused_parts is None or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16, FORMAT):
         return False
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False

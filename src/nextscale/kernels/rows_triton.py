@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 
-def fused_parts(x: Tensor, weight: Tensor, parts: int, block_out: int, block_in: int) -> Tensor:
-    """[parts, R, K, C_out] of x [R, K, C_in]."""
+def fused_parts(x: Tensor, weight: Tensor, by: float, parts: int, block_out: int, block_in: int) -> Tensor:
+    """[parts, R, K, C_out] of x [R, K, C_in], times `by`."""
     flat = x.reshape(-1, x.shape[-1])
     rows, into = flat.shape
     out = len(weight)
@@ -18,6 +18,7 @@ def fused_parts(x: Tensor, weight: Tensor, parts: int, block_out: int, block_in:
         flat.contiguous(),
         weight,
         sums,
+        by,
         rows,
         out,
         into,
@@ -36,6 +37,7 @@ def _parts(
     x_at,
     weight_at,
     sums_at,
+    by,
     rows,
     out,
     into,
@@ -59,4 +61,4 @@ def _parts(
         weight_place += BLOCK_IN
         x_place += BLOCK_IN
     to = sums_at + (tl.program_id(1) * rows + row[None, :]) * out + channel[:, None]
-    tl.store(to, total, mask=real[None, :])
+    tl.store(to, total * by, mask=real[None, :])

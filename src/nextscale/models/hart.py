@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from nextscale.draws import Draws
 from nextscale.guidance import combine, ramp
-from nextscale.kernels.fp8 import Rounded
 from nextscale.kernels.modulate import Norm
 from nextscale.kernels.parts import Parts
 from nextscale.kernels.rows import linear_for_sum
@@ -83,7 +82,7 @@ class GatedMLP(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor | Rounded) -> Tensor | Parts:
+    def forward(self, x: Tensor) -> Tensor | Parts:
         return linear_for_sum(F.silu(self.gate(x)) * self.up(x), self.down)
 
 

@@ -18,7 +18,7 @@ from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kernels.absorbed import absorbs, attend_absorbed
 from nextscale.kernels.attention import attend, runs_on
-from nextscale.kernels.fp8 import Rounded
+from nextscale.kernels.fp8 import reads
 from nextscale.kernels.modulate import Norm, add_to
 from nextscale.kernels.parts import Parts
 from nextscale.kernels.rows import linear_for_sum
@@ -99,7 +99,7 @@ class TextAttention(nn.Module):
         return k, v
 
     def forward(
-        self, x: Tensor | Rounded | None, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
+        self, x: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
     ) -> Tensor:
         """What x [R, K, C] sees of the text, of the same shape; None asks with the learned query and sees [R, 1, C]."""
         if x is None:
@@ -110,7 +110,7 @@ class TextAttention(nn.Module):
             q, k, v = (t.bfloat16().float() for t in (q, k, v))
         scale = 1 / math.sqrt(q.shape[-1])
         if lengths is not None and runs_on(q):
-            out, _ = attend(q, k, v, scale, lengths)
+            out, _ = attend(q, k, v, scale, lengths, reads=None if self.rounded else reads(self.proj))
         else:
             out = attention(q, k, v, scale, mask)
         if self.rounded:
@@ -118,11 +118,11 @@ class TextAttention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
     def read(
-        self, x: Tensor | Rounded, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
+        self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
     ) -> Tensor | Parts:
         """The same through the last layer, for a stream to add."""
         known = lengths is not None or mask is None
-        if known and isinstance(x, Tensor) and absorbs(x, k, self.q, self.proj):
+        if known and absorbs(x, k, self.q, self.proj):
             return attend_absorbed(x, self.q, self.proj, k, v, 1 / math.sqrt(k.shape[-1]), lengths)
         return linear_for_sum(self(x, k, v, mask, lengths), self.proj)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.kernels.exact import linear_exact
-from nextscale.kernels.fp8 import FP8Linear, Rounded
+from nextscale.kernels.fp8 import FP8Linear
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.parts import Parts
 from nextscale.kernels.rows import linear_for_sum
@@ -44,8 +44,8 @@ class MLP(nn.Module):
         self.fc1 = nn.Linear(width, hidden)
         self.fc2 = nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor | Rounded) -> Tensor | Parts:
-        return linear_for_sum(linear_gelu(x, self.fc1), self.fc2)
+    def forward(self, x: Tensor) -> Tensor | Parts:
+        return linear_for_sum(linear_gelu(x, self.fc1, self.fc2), self.fc2)
 
 
 def rotate_pairs(x: Tensor, positions: Tensor) -> Tensor:
@@ -78,14 +78,10 @@ class SelfAttention(nn.Module):
         self.pairs = rotate is rotate_pairs
         self.softmax_scale = 1.0 if cosine else 0.25 / math.sqrt(width // heads)
 
-    def ask(self, x: Tensor | Rounded, bias: Tensor | None = None) -> Tensor:
+    def ask(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Queries, keys and values side by side, [R, K, 3, H, D] of x [R, K, C]; `attention_biases` gives the bias."""
         bias = attention_biases([self])[0] if bias is None else bias
-        if isinstance(self.qkv, FP8Linear):
-            qkv = self.qkv(x, bias)
-        else:
-            assert isinstance(x, Tensor)
-            qkv = F.linear(x, self.qkv.weight, bias)
+        qkv = self.qkv(x, bias) if isinstance(self.qkv, FP8Linear) else F.linear(x, self.qkv.weight, bias)
         return qkv.unflatten(-1, (3, self.heads, -1))
 
     def split(self, qkv: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

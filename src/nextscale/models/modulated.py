@@ -65,7 +65,6 @@ class ModulatedBackbone(Backbone):
     def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         scale, shift = state.head_modulation[: len(x)].unbind(2)
         normed = Stream(x).normed(Norm(self.config.eps, scale, shift, plus_one=True), self.head_linear)
-        assert isinstance(normed, Tensor)
         logits = head_logits(self.head_linear, normed, codes)
         return logits if codes is not None else logits.unflatten(-1, (*self.token_shape, self.token_values))
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nextscale.errors import NextscaleError, choices
 from nextscale.kernels.fp8 import OLDEST, FP8Linear, fits
 from nextscale.models.base import Backbone
+from nextscale.models.hart import GatedMLP
+from nextscale.models.infinity import Infinity, TextAttention
+from nextscale.models.layers import MLP, SelfAttention
 
 KINDS = ("fp8",)
-LAYERS = ("qkv", "proj", "q", "fc1", "fc2", "gate", "up", "down")  # the large ones; text is read once, heads decide
+PASSED = 0.5  # of the size of its input is left by GELU or SiLU
 
 
 def check_quantize(kind: str | None, device: torch.device) -> None:
@@ -31,8 +36,39 @@ def to_fp8(backbone: Backbone) -> None:
     """In place. The old weights are let go of one by one."""
     if backbone.dtype not in (torch.bfloat16, torch.float16):
         raise NextscaleError(f"quantize='fp8' needs dtype bfloat16 or float16, not {backbone.dtype}")
+    text = text_size(backbone)
     for block in backbone.blocks:
-        for parent in list(block.modules()):
-            for name, layer in list(parent.named_children()):
-                if name in LAYERS and isinstance(layer, nn.Linear) and fits(layer):
-                    setattr(parent, name, FP8Linear(layer))
+        for part in block.modules():
+            for name, size in usual_sizes(part, text).items():  # the large layers; text is read once, heads decide
+                layer = getattr(part, name)
+                if fits(layer):
+                    setattr(part, name, FP8Linear(layer, size))
+
+
+def usual_sizes(part: nn.Module, text: float) -> dict[str, float]:
+    """About how large the inputs of its layers are, by root mean square: a norm is in front of a part, and what goes
+    through its first layer grows as independent numbers would."""
+    if isinstance(part, SelfAttention):
+        return {"qkv": 1.0, "proj": grown(1.0, part.qkv.weight.chunk(3)[2], part.v_bias)}
+    if isinstance(part, TextAttention):
+        return {"q": 1.0, "proj": grown(text, part.kv.weight.chunk(2)[1], part.v_bias)}
+    if isinstance(part, MLP):
+        return {"fc1": 1.0, "fc2": PASSED * grown(1.0, part.fc1.weight, part.fc1.bias)}
+    if isinstance(part, GatedMLP):
+        return {"gate": 1.0, "up": 1.0, "down": PASSED * grown(1.0, part.gate.weight) * grown(1.0, part.up.weight)}
+    return {}
+
+
+def text_size(backbone: Backbone) -> float:
+    """Of the features that cross-attention reads."""
+    if not isinstance(backbone, Infinity):
+        return 1.0
+    first, last = (layer for layer in backbone.text_proj if isinstance(layer, nn.Linear))
+    size = backbone.text_norm.float().square().mean().sqrt().item()
+    return grown(PASSED * grown(size, first.weight, first.bias), last.weight, last.bias)
+
+
+def grown(size: float, weight: Tensor, bias: Tensor | None = None) -> float:
+    """What a linear layer makes of independent numbers of this size."""
+    square = size**2 * weight.float().square().sum(1).mean().item()
+    return math.sqrt(square if bias is None else square + bias.float().square().mean().item())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from nextscale.kernels.fp8 import FP8Linear, Rounded
+from nextscale.kernels.fp8 import FP8Linear, reads
 from nextscale.kernels.modulate import Norm, add_to, fused_sum_and_norm, fuses
 from nextscale.kernels.parts import Parts
 
@@ -33,14 +33,14 @@ class Stream:
             self.x, self.delta = add_to(self.x, self.delta, self.gate), None
         return self.x
 
-    def normed(self, norm: Norm, reader: nn.Linear | FP8Linear) -> Tensor | Rounded:
+    def normed(self, norm: Norm, reader: nn.Linear | FP8Linear) -> Tensor:
         """As this linear layer reads it."""
         if not fuses(self.x):
             return norm(self.sum).to(reader.dtype if isinstance(reader, FP8Linear) else reader.weight.dtype)
         index = None if self.chosen is None else self.chosen.index
-        self.x, normed, factor = fused_sum_and_norm(self.x, index, self.delta, self.gate, norm, reader.weight.dtype)
+        self.x, normed = fused_sum_and_norm(self.x, index, self.delta, self.gate, norm, reads(reader))
         self.chosen = self.delta = None
-        return normed if factor is None else Rounded(normed, factor)
+        return normed
 
     def add(self, delta: Tensor | Parts, gate: Tensor | None = None) -> None:
         """gate * delta [R, K, C]."""
