@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nextscale.kernels.few_keys_triton import FEW_KEYS, over_few_keys
 from nextscale.kernels.fp8 import Reads
-from nextscale.kernels.fp8_triton import as_read
+from nextscale.kernels.fp8_triton import as_read, by_eights
 
 PROCESSORS = 132  # of a large GPU
 FEW, SOME = 128, 400  # keys that are worth a program while processors are idle, and while each has but one
@@ -260,7 +260,7 @@ def _attention(
         tl.store(numbers_at + at * 4 + 2, weighted, mask=real)
     else:
         seen = seen / total[:, None]
-        out_place = out_at + ((row * queries + mine[:, None]) * heads + head) * WIDTH + channel
+        out_place = out_at + ((row * queries + mine[:, None]) * heads + head) * WIDTH + by_eights(WIDTH)
         tl.store(out_place, as_read(seen, by, out_at.dtype.element_ty), mask=real[:, None])
         if ENTROPY:
             nats = (tl.log2(total) - weighted / total) * 0.6931471805599453
@@ -304,7 +304,7 @@ def _join(
         seen = seen * fade[:, None] + its_seen * its_fade[:, None]
         top = higher
     seen = seen / total[:, None]
-    out_place = out_at + ((row * queries + mine[:, None]).to(tl.int64) * heads + head) * WIDTH + channel
+    out_place = out_at + ((row * queries + mine[:, None]).to(tl.int64) * heads + head) * WIDTH + by_eights(WIDTH)
     tl.store(out_place, as_read(seen, by, out_at.dtype.element_ty), mask=real[:, None])
     if ENTROPY:
         nats = (tl.log2(total) - weighted / total) * 0.6931471805599453

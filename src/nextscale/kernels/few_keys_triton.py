@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.fp8_triton import as_read
+from nextscale.kernels.fp8_triton import as_read, by_eights
 
 FEW_KEYS = 128
 PROGRAMS = 396  # that run at once on a large GPU
@@ -86,7 +86,7 @@ def _few_keys(
     k = tl.load(k_place, mask=visible[None, :], other=0.0)
     v = tl.load(v_place, mask=visible[:, None], other=0.0)
     q_place = q_at + row * q_row + head * q_head
-    out_place = out_at + (row * queries * heads + head) * WIDTH + channel
+    out_place = out_at + (row * queries * heads + head) * WIDTH + by_eights(WIDTH)
     first = tl.program_id(0) * rounds * BLOCK_Q
     for start in tl.range(first, tl.minimum(first + rounds * BLOCK_Q, queries), BLOCK_Q):
         mine = start + tl.arange(0, BLOCK_Q)
