@@ -62,8 +62,8 @@ def main() -> None:
     plain = Pipeline.from_pretrained(dtype="bfloat16", device=device, progress_bar=False)
     exact = Pipeline.from_pretrained(dtype="float32", device=device, progress_bar=False)
     small = copy.copy(plain)
-    small.backbone = copy.deepcopy(plain.backbone)
-    to_fp8(small.backbone)
+    small.backbone, small.tokenizer = copy.deepcopy(plain.backbone), copy.deepcopy(plain.tokenizer)
+    to_fp8(small.backbone, small.tokenizer)
     before, after = (
         sum(t.nbytes for t in (*p.backbone.parameters(), *p.backbone.buffers())) / 2**20 for p in (plain, small)
     )

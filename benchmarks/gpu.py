@@ -280,7 +280,7 @@ def main() -> None:
     for name in options.models.split(","):
         pipe = random_pipeline(name, "bfloat16")
         if options.quantize:
-            to_fp8(pipe.backbone)
+            to_fp8(pipe.backbone, pipe.tokenizer)
             name += " fp8"
         for runtime in options.runtimes.split(","):
             for images in map(int, options.batches.split(",")):

@@ -19,8 +19,11 @@ from nextscale.guidance import combine
 from nextscale.kernels.absorbed import absorbs, attend_absorbed
 from nextscale.kernels.attention import attend, reference, runs_on
 from nextscale.kernels.bits import fused_draw, takes
+from nextscale.kernels.conv import convolve
+from nextscale.kernels.conv import runs_on as convolves
+from nextscale.kernels.conv import takes as conv_taken
 from nextscale.kernels.exact import linear_exact
-from nextscale.kernels.fp8 import FORMAT, FP8Linear, reads
+from nextscale.kernels.fp8 import FORMAT, FP8Conv, FP8Linear, reads
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.host import carry
 from nextscale.kernels.keys import stores
@@ -39,12 +42,14 @@ from nextscale.methods.residual import resize_tokens
 from nextscale.methods.selection import Selection, keep_highest, scatter
 from nextscale.models.infinity import InfinityState, TextAttention
 from nextscale.models.layers import MLP, SelfAttention
-from nextscale.models.quantize import to_fp8, usual_sizes
+from nextscale.models.quantize import round_convolutions, to_fp8, usual_sizes
 from nextscale.models.stream import Stream
 from nextscale.runtime import make_executor
+from nextscale.runtime.decoder import GPUDecoder
 from nextscale.sampling import keep_top
 from nextscale.schedule import Scale
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
+from nextscale.tokenizers.autoencoder import Decoder
 from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
 
 gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
@@ -560,6 +565,57 @@ def test_norm_and_a_convolution_to_few_channels(device: str, channels: int, side
 
 @on_both
 @torch.no_grad()
+@pytest.mark.parametrize("small", [False, True], ids=["plain", "8 bits"])
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    ("channels", "outputs", "side"), [(128, 128, 33), (256, 128, 16), (128, 256, 5), (384, 512, 20)]
+)
+def test_a_convolution_with_what_comes_behind(device, channels, outputs, side, joined, small) -> None:
+    torch.manual_seed(0)
+    last = {"dtype": dtype_of(device), "memory_format": torch.channels_last}
+    conv = nn.Conv2d(channels, outputs, 3, padding=1).to(device).to(**last)
+    x = torch.randn(2, channels, side, side + 2, device=device).to(**last)
+    kept = torch.randn(2, outputs, side, side + 2, device=device).to(**last) if joined else None
+    term = torch.randn(outputs, device=device).to(dtype_of(device))
+    layer = FP8Conv(conv) if small else conv
+    x = layer.rounded(x).contiguous(memory_format=torch.channels_last) if small else x
+    values = x.double() / layer.reads.by if small else x.double()
+    weight = layer.weight.double() * layer.factor * layer.reads.by if small else conv.weight.double()
+    exact = F.conv2d(values, weight, term.double(), padding=1)
+    exact = exact if kept is None else exact + kept.double()
+    assert convolves(x, outputs) == (device == "cuda" and torch.cuda.get_device_capability() >= (9, 0))
+    found, sums, late = convolve(x, layer, term, 32, kept)
+    found = found if late is None else found + late[:, None, None]
+    assert off(found, exact) < 0.01
+    if sums is not None:
+        groups = found.double().unflatten(1, (32, -1))
+        assert off(sums[:, 0].sum(-1), groups.sum((2, 3, 4))) < 1e-3
+        assert off(sums[:, 1].sum(-1), groups.square().sum((2, 3, 4))) < 1e-3
+
+
+@on_both
+@torch.no_grad()
+@pytest.mark.parametrize("small", [False, True], ids=["plain", "8 bits"])
+def test_a_decoder(device: str, small: bool) -> None:
+    torch.manual_seed(0)
+    decoder = Decoder(128, (1, 2), 8, 1, False).requires_grad_(False).to(device)
+    for module in decoder.modules():  # biases and norms that do something
+        if isinstance(module, (nn.GroupNorm, nn.Conv2d)):
+            nn.init.normal_(module.bias, std=0.3)
+    exact = copy.deepcopy(decoder).double()
+    decoder.to(dtype_of(device))
+    if small:
+        round_convolutions(decoder, conv_taken)
+        assert sum(isinstance(m, FP8Conv) for m in decoder.modules()) == 2 * 6
+    z = torch.randn(3, 8, 11, 18, device=device)
+    right = exact(z.double())
+    found = GPUDecoder(decoder)(z.to(dtype_of(device)))
+    assert found.shape == right.shape
+    assert off(found, right) < (0.06 if small else 0.02)
+
+
+@on_both
+@torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 70, 9000])
 @pytest.mark.parametrize(("channels", "outputs"), [(192, 10), (1024, 64)])
 def test_an_exact_linear_layer(device: str, tokens: int, channels: int, outputs: int) -> None:
@@ -632,7 +688,7 @@ def test_a_model_in_8_bits(device: str, make) -> None:
     """Its logits from the same tokens, against those of a model in float32; and it can be captured."""
     tokens = ask(make(), 2).tokens
     plain, small = make(), make().to(device, dtype="bfloat16")
-    to_fp8(small.backbone)
+    to_fp8(small.backbone, small.tokenizer)
     assert sum(isinstance(m, FP8Linear) for m in small.backbone.modules()) >= 4 * 4
     logits: list[list[torch.Tensor]] = [[], []]
     for pipe, kept in zip((plain, small), logits, strict=True):

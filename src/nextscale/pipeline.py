@@ -90,7 +90,7 @@ class Pipeline:
         told); `torch_dtype` and `device_map` are other spellings of `dtype` and `device`. `runtime` is "eager",
         "compiled" or "graphs" (CUDA graphs: the first calls of every size are slow, all others fast).
         `quantize="fp8"` rounds the weights of blocks, and what enters them, to 8 bits: half the memory. It needs a GPU
-        like Ada, Hopper or newer (docs/performance.md says what it costs).
+        like Ada, or like Hopper for the decoder's, too (docs/performance.md says what it costs).
         """
         check_runtime(runtime)
         hub = locate.Hub(revision, token, local_files_only)
@@ -101,7 +101,7 @@ class Pipeline:
         with bar(f"load {plan.spec.name}", plan.nbytes, progress_bar, data=True) as advance:
             backbone, tokenizer = plan.build(target, where, advance)
         if quantize is not None:
-            to_fp8(backbone)
+            to_fp8(backbone, tokenizer)
         encoder = text_encoder or plan.build_text(where)
         if isinstance(encoder, (str, Path)) or (encoder is None and plan.spec.text_encoder):
             options: dict[str, Any] = {"token": token, "local_files_only": local_files_only}
@@ -301,7 +301,8 @@ class Pipeline:
         key = self.backbone.dtype, self.tokenizer.dtype, encoder, schedule, images, guided, text_length
         if key not in self._estimates:  # counting takes as long as a small scale
             modules = (self.backbone, self.tokenizer)
-            weights = sum(p.nbytes for module in modules for p in module.parameters()) + encoder
+            tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
+            weights = sum(t.nbytes for t in tensors) + encoder
             found = estimate(self.backbone, self.tokenizer, schedule, images, guided, text_length, weights)
             self._estimates = {key: found}
         return self._estimates[key]

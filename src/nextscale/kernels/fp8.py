@@ -1,4 +1,4 @@
-"""Linear layers in 8-bit floating point: half the weights to read, twice the arithmetic per second.
+"""Linear layers and convolutions in 8-bit floating point: half the weights to read, twice the arithmetic per second.
 
 Such a number has three bits behind its first one, whatever its size is, from 2^-6 to 448. What it costs is these bits;
 where in that range the numbers lie hardly matters. So one factor, a power of two, is enough for all weights of a layer,
@@ -34,15 +34,15 @@ class Reads(NamedTuple):
     by: float = 1.0  # what it has to be multiplied with
 
 
-class FP8Linear(nn.Module):
-    """Stands in for a linear layer whose weights were rounded."""
+class FP8Layer(nn.Module):
+    """Stands in for a layer whose weights were rounded."""
 
-    weight: Tensor  # [out, in] in 8 bits
+    weight: Tensor  # in 8 bits
     into: Tensor  # what inputs are multiplied with
     out: Tensor  # and their products with the weights
     one: Tensor
 
-    def __init__(self, layer: nn.Linear, usual: float = 1.0) -> None:
+    def __init__(self, layer: nn.Linear | nn.Conv2d, usual: float = 1.0) -> None:
         """`usual`: root mean square of what enters it, within a factor of 16."""
         super().__init__()
         weight = layer.weight.detach().float()
@@ -54,6 +54,17 @@ class FP8Linear(nn.Module):
             self.register_buffer(name, torch.tensor(value, device=weight.device))
         self.bias = layer.bias
         self.dtype = layer.weight.dtype  # of what it gives
+
+    def rounded(self, x: Tensor) -> Tensor:
+        if x.dtype == FORMAT:
+            return x
+        if casts(x):
+            return fused_cast(x, self.reads)
+        return (x.float() * self.into).clamp(-LARGEST, LARGEST).to(FORMAT)
+
+
+class FP8Linear(FP8Layer):
+    """Its weights are [out, in]."""
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in], in 8 bits or not -> [..., out]; `bias` instead of the layer's own."""
@@ -69,16 +80,26 @@ class FP8Linear(nn.Module):
             y = (y if bias is None else y + bias).to(self.dtype)
         return y.view(shape)
 
-    def rounded(self, x: Tensor) -> Tensor:
-        if x.dtype == FORMAT:
-            return x
-        if casts(x):
-            return fused_cast(x, self.reads)
-        return (x.float() * self.into).clamp(-LARGEST, LARGEST).to(FORMAT)
+
+class FP8Conv(FP8Layer):
+    """A convolution of 3 x 3 cells. Here the arithmetic is imitated; `kernels/conv.py` does it for maps with channels
+    last. Its weights are [out, in, 3, 3], channels last."""
+
+    def __init__(self, layer: nn.Conv2d, usual: float = 1.0) -> None:
+        super().__init__(layer, usual)
+        self.weight = self.weight.contiguous(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias[:, None, None]
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [B, in, H, W], in 8 bits or not -> [B, out, H, W] without the bias."""
+        return F.conv2d(self.rounded(x).to(self.dtype), self.weight.to(self.dtype), padding=1) * self.out.to(self.dtype)
 
 
-def reads(layer: nn.Linear | FP8Linear) -> Reads:
-    return layer.reads if isinstance(layer, FP8Linear) else Reads(layer.weight.dtype)
+def reads(layer: nn.Linear | nn.Conv2d | FP8Layer) -> Reads:
+    return layer.reads if isinstance(layer, FP8Layer) else Reads(layer.weight.dtype)
 
 
 def gelu(x: Tensor, reader: nn.Module) -> Tensor:

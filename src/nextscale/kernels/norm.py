@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nextscale.kernels.fp8 import Reads
+
 try:
     from nextscale.kernels.norm_triton import fused_join, fused_norm
 except ImportError:  # a CPU build of torch comes without Triton
@@ -22,10 +24,12 @@ def group_norm(
     silu: bool = True,
     inplace: bool = False,
     sums: Tensor | None = None,
+    reads: Reads | None = None,
 ) -> Tensor:
-    """Of x + offset, [B, C, H, W]; `inplace`: nobody needs x any more; `sums`: what `join` gave with x."""
+    """Of x + offset, [B, C, H, W]; `inplace`: nobody needs x any more; `sums`: what came with x.
+    It may already be as the layer behind `reads` it."""
     if runs_on(x):
-        return fused_norm(x, offset, norm, silu, inplace, sums)
+        return fused_norm(x, offset, norm, silu, inplace, sums, reads or Reads(x.dtype))
     y = norm(x if offset is None else x + offset[:, None, None])
     return F.silu(y) if silu else y
 

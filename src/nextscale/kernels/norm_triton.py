@@ -7,21 +7,24 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from nextscale.kernels.fp8 import Reads
+from nextscale.kernels.fp8_triton import as_read
+
 TILE = 4096  # numbers that a program holds at once
 PARTS = 264  # programs that share the pixels of a picture: two for every processor of a large GPU
 AHEAD = 5  # tiles that are on their way while one is summed
 
 
 def fused_norm(
-    x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool, inplace: bool, sums: Tensor | None
+    x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, silu: bool, inplace: bool, sums: Tensor | None, reads: Reads
 ) -> Tensor:
     """`sums` of x, if they are known."""
     batch, channels, height, width = x.shape
     pixels, rows = height * width, TILE // channels
     affine = factors(x, offset, norm, sums)
-    out = x if inplace else torch.empty_like(x)
+    out = x if inplace and reads.dtype == x.dtype else torch.empty_like(x, dtype=reads.dtype)
     grid = (triton.cdiv(pixels, rows), batch)
-    _apply[grid](x, affine, out, pixels, CHANNELS=channels, ROWS=rows, SILU=silu, num_warps=8)
+    _apply[grid](x, affine, out, pixels, reads.by, CHANNELS=channels, ROWS=rows, SILU=silu, num_warps=8)
     return out
 
 
@@ -31,14 +34,13 @@ def factors(x: Tensor, offset: Tensor | None, norm: nn.GroupNorm, sums: Tensor |
     groups = norm.num_groups
     if sums is None:
         sums = _summed(x, None, offset, groups)
-    parts = sums.shape[1]
+    parts = sums.shape[3]
     affine = torch.empty(batch, 2, channels, dtype=torch.float32, device=x.device)
     added = x if offset is None else offset
     sizes = {"CHANNELS": channels, "GROUPS": groups, "HAS_OFFSET": offset is not None}
-    block = triton.next_power_of_2(parts)
     count = float(height * width * (channels // groups))
     _affine[(groups, batch)](
-        sums, added, norm.weight, norm.bias, affine, parts, count, norm.eps, PARTS=block, **sizes, num_warps=4
+        sums, added, norm.weight, norm.bias, affine, parts, count, norm.eps, BLOCK=1024, **sizes, num_warps=4
     )
     return affine
 
@@ -49,12 +51,12 @@ def fused_join(x: Tensor, h: Tensor, offset: Tensor, groups: int) -> tuple[Tenso
 
 
 def _summed(x: Tensor, h: Tensor | None, offset: Tensor | None, groups: int) -> Tensor:
-    """Sums and sums of squares of every group over parts of the pixels, [B, parts, 2, groups]."""
+    """Sums and sums of squares of every group over parts of the pixels, [B, 2, groups, parts]."""
     batch, channels, height, width = x.shape
     pixels, rows = height * width, TILE // channels
     parts = min(PARTS, triton.cdiv(pixels, rows))
     each = triton.cdiv(triton.cdiv(pixels, parts), rows) * rows  # pixels of a part
-    sums = torch.empty(batch, parts, 2, groups, dtype=torch.float32, device=x.device)
+    sums = torch.empty(batch, 2, groups, parts, dtype=torch.float32, device=x.device)
     _sums[(parts, batch)](
         x,
         x if h is None else h,
@@ -112,9 +114,9 @@ def _sums(
         total += x
         squares += x * x
     group = tl.arange(0, GROUPS)
-    to = sums_at + ((picture * parts + tl.program_id(0)) * 2) * GROUPS + group
+    to = sums_at + (picture * 2 * GROUPS + group) * parts + tl.program_id(0)
     tl.store(to, tl.sum(tl.reshape(tl.sum(total, 0), (GROUPS, CHANNELS // GROUPS)), 1))
-    tl.store(to + GROUPS, tl.sum(tl.reshape(tl.sum(squares, 0), (GROUPS, CHANNELS // GROUPS)), 1))
+    tl.store(to + GROUPS * parts, tl.sum(tl.reshape(tl.sum(squares, 0), (GROUPS, CHANNELS // GROUPS)), 1))
 
 
 @triton.jit
@@ -130,14 +132,19 @@ def _affine(
     CHANNELS: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """A group's mean and deviation, as the factor and the term of each of its channels."""
     group, picture = tl.program_id(0), tl.program_id(1)
-    part = tl.arange(0, PARTS)
-    at = sums_at + ((picture * parts + part) * 2) * GROUPS + group
-    mean = tl.sum(tl.load(at, mask=part < parts, other=0.0), 0) / count
-    square = tl.sum(tl.load(at + GROUPS, mask=part < parts, other=0.0), 0) / count
+    at = sums_at + (picture * 2 * GROUPS + group) * parts
+    total = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, parts, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        total += tl.load(at + part, mask=part < parts, other=0.0)
+        squares += tl.load(at + GROUPS * parts + part, mask=part < parts, other=0.0)
+    mean = tl.sum(total, 0) / count
+    square = tl.sum(squares, 0) / count
     deviation = tl.sqrt(tl.maximum(square - mean * mean, 0.0) + eps)
     channel = group * (CHANNELS // GROUPS) + tl.arange(0, CHANNELS // GROUPS)
     factor = tl.load(weight_at + channel).to(tl.float32) / deviation
@@ -151,7 +158,7 @@ def _affine(
 
 
 @triton.jit
-def _apply(x_at, affine_at, out_at, pixels, CHANNELS: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr):
+def _apply(x_at, affine_at, out_at, pixels, by, CHANNELS: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr):
     picture = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, CHANNELS)[None, :]
     pixel = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -162,4 +169,4 @@ def _apply(x_at, affine_at, out_at, pixels, CHANNELS: tl.constexpr, ROWS: tl.con
     y = tl.load(x_at + at, mask=real, other=0.0).to(tl.float32) * factor + term
     if SILU:
         y = y * tl.sigmoid(y)
-    tl.store(out_at + at, y.to(out_at.dtype.element_ty), mask=real)
+    tl.store(out_at + at, as_read(y, by, out_at.dtype.element_ty), mask=real)

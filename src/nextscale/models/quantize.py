@@ -1,18 +1,22 @@
-"""Fewer bits for the weights of blocks."""
+"""Fewer bits for the weights of blocks, and of a decoder's."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from nextscale.errors import NextscaleError, choices
-from nextscale.kernels.fp8 import OLDEST, FP8Linear, fits
+from nextscale.kernels.conv import new_enough, takes
+from nextscale.kernels.fp8 import OLDEST, FP8Conv, FP8Linear, fits
 from nextscale.models.base import Backbone
 from nextscale.models.hart import GatedMLP
 from nextscale.models.infinity import Infinity, TextAttention
 from nextscale.models.layers import MLP, SelfAttention
+from nextscale.tokenizers.autoencoder import ResidualBlock
+from nextscale.tokenizers.base import ImageTokenizer
 
 KINDS = ("fp8",)
 PASSED = 0.5  # of the size of its input is left by GELU or SiLU
@@ -32,8 +36,8 @@ def check_quantize(kind: str | None, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def to_fp8(backbone: Backbone) -> None:
-    """In place. The old weights are let go of one by one."""
+def to_fp8(backbone: Backbone, tokenizer: ImageTokenizer) -> None:
+    """In place. The old weights are let go of one by one. A decoder's convolutions only where a kernel gains by it."""
     if backbone.dtype not in (torch.bfloat16, torch.float16):
         raise NextscaleError(f"quantize='fp8' needs dtype bfloat16 or float16, not {backbone.dtype}")
     text = text_size(backbone)
@@ -43,6 +47,20 @@ def to_fp8(backbone: Backbone) -> None:
                 layer = getattr(part, name)
                 if fits(layer):
                     setattr(part, name, FP8Linear(layer, size))
+    if new_enough(tokenizer.device):
+        round_convolutions(tokenizer.decoder, takes)
+
+
+@torch.no_grad()
+def round_convolutions(decoder: nn.Module, which: Callable[[nn.Conv2d], bool]) -> None:
+    """Those of its residual blocks, behind a norm and SiLU. In place."""
+    for block in decoder.modules():
+        if isinstance(block, ResidualBlock):
+            for name, norm in (("conv1", block.norm1), ("conv2", block.norm2)):
+                conv = getattr(block, name)
+                if which(conv):
+                    size = (norm.weight.float().square() + norm.bias.float().square()).mean().sqrt().item()
+                    setattr(block, name, FP8Conv(conv, PASSED * size))
 
 
 def usual_sizes(part: nn.Module, text: float) -> dict[str, float]:

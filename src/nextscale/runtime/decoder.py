@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.kernels.norm import group_norm, join
+from nextscale.kernels.conv import convolve
+from nextscale.kernels.fp8 import reads
+from nextscale.kernels.norm import group_norm
 from nextscale.kernels.thin import norm_and_conv, taps
 from nextscale.packing import pack
 from nextscale.tokenizers.autoencoder import Decoder, Level, ResidualBlock
@@ -85,11 +87,12 @@ class GPUDecoder:
         # Maps are large: what nobody reads any more is written over.
         short = block.nin_shortcut
         kept = x if short is None else F.conv2d(x, short.weight)
-        normed = group_norm(x, late, block.norm1, inplace=short is not None, sums=sums)
-        h = F.conv2d(normed, block.conv1.weight, padding=1)
+        normed = group_norm(x, late, block.norm1, inplace=short is not None, sums=sums, reads=reads(block.conv1))
+        assert block.conv1.bias is not None
+        h, sums, late = convolve(normed, block.conv1, block.conv1.bias, block.norm2.num_groups)
         del x, normed
-        h = F.conv2d(group_norm(h, block.conv1.bias, block.norm2, inplace=True), block.conv2.weight, padding=1)
-        return join(kept, h, self.ends[block], block.norm1.num_groups)
+        h = group_norm(h, late, block.norm2, inplace=True, sums=sums, reads=reads(block.conv2))
+        return convolve(h, block.conv2, self.ends[block], block.norm1.num_groups, kept)[:2]
 
 
 def _missing(block: ResidualBlock, late: Tensor | None) -> Tensor:

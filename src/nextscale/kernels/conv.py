@@ -1,0 +1,56 @@
+"""3 x 3 convolutions in the residual blocks of a decoder, for maps with channels last.
+
+Bias, the sum at the end of a block and the sums that the next norm asks for are made while a result is at hand, so that
+nobody has to read the largest maps of a run for them. Where the kernel does not run, torch convolves.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nextscale.kernels import norm
+from nextscale.kernels.fp8 import FORMAT, FP8Conv
+
+try:
+    from nextscale.kernels.conv_triton import CHANNELS, fused_conv
+except ImportError:  # a CPU build of torch comes without Triton
+    fused_conv, CHANNELS = None, 128  # type: ignore[assignment]
+
+OLDEST = (9, 0)  # of the GPUs that fetch tiles by themselves
+
+
+def convolve(
+    x: Tensor, conv: nn.Conv2d | FP8Conv, term: Tensor, groups: int, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The convolution of x [B, C, H, W] without its bias, plus `term` [outputs] and the map `kept`; what a norm of so
+    many groups needs of it, if that costs nothing now; and the term, if somebody else has to add it."""
+    if runs_on(x, len(conv.weight)) and (kept is None or kept.is_contiguous(memory_format=torch.channels_last)):
+        return *fused_conv(x, conv, term, groups, kept), None
+    h = conv.product(x) if isinstance(conv, FP8Conv) else F.conv2d(x, conv.weight, padding=1)
+    return (h, None, term) if kept is None else (*norm.join(kept, h, term, groups), None)
+
+
+def runs_on(x: Tensor, outputs: int) -> bool:
+    if fused_conv is None or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16, FORMAT):
+        return False
+    channels, height, width = x.shape[1:]
+    fits = height * width * outputs < 2**31 and x.is_contiguous(memory_format=torch.channels_last)
+    return _known(channels, outputs) and fits and new_enough(x.device)
+
+
+def takes(conv: nn.Conv2d) -> bool:
+    """Whether the kernel runs such a convolution on a GPU that is new enough."""
+    return _known(conv.in_channels, conv.out_channels) and conv.kernel_size == (3, 3)
+
+
+def _known(channels: int, outputs: int) -> bool:
+    return channels % CHANNELS == 0 and outputs % CHANNELS == 0 and outputs & (outputs - 1) == 0
+
+
+@functools.cache
+def new_enough(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST
