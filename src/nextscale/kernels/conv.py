@@ -1,7 +1,8 @@
 """3 x 3 convolutions in the residual blocks of a decoder, for maps with channels last.
 
-Bias, the sum at the end of a block and the sums that the next norm asks for are made while a result is at hand, so that
-nobody has to read the largest maps of a run for them. Where the kernel does not run, torch convolves.
+Those in 8 bits have a kernel: torch has none. Bias, the sum at the end of a block and the sums that the next norm asks
+for are made while a result is at hand, so that nobody has to read the largest maps of a run for them. In 16 bits cuDNN
+takes less power, and the GPU's power is what bounds it: there the same kernel, passes saved, is only as fast.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ try:
 except ImportError:  # a CPU build of torch comes without Triton
     fused_conv, CHANNELS = None, 128  # type: ignore[assignment]
 
+LAST = torch.channels_last
 OLDEST = (9, 0)  # of the GPUs that fetch tiles by themselves
 
 
@@ -28,18 +30,20 @@ def convolve(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The convolution of x [B, C, H, W] without its bias, plus `term` [outputs] and the map `kept`; what a norm of so
     many groups needs of it, if that costs nothing now; and the term, if somebody else has to add it."""
-    if runs_on(x, len(conv.weight)) and (kept is None or kept.is_contiguous(memory_format=torch.channels_last)):
-        return *fused_conv(x, conv, term, groups, kept), None
-    h = conv.product(x) if isinstance(conv, FP8Conv) else F.conv2d(x, conv.weight, padding=1)
+    if isinstance(conv, FP8Conv):
+        if runs_on(x, len(conv.weight)) and (kept is None or kept.is_contiguous(memory_format=LAST)):
+            return *fused_conv(x, conv, term, groups, kept), None
+        h = conv.product(x)
+    else:
+        h = F.conv2d(x, conv.weight, padding=1)
     return (h, None, term) if kept is None else (*norm.join(kept, h, term, groups), None)
 
 
 def runs_on(x: Tensor, outputs: int) -> bool:
-    if fused_conv is None or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16, FORMAT):
+    if fused_conv is None or not x.is_cuda or x.dtype != FORMAT or not x.is_contiguous(memory_format=LAST):
         return False
     channels, height, width = x.shape[1:]
-    fits = height * width * outputs < 2**31 and x.is_contiguous(memory_format=torch.channels_last)
-    return _known(channels, outputs) and fits and new_enough(x.device)
+    return _known(channels, outputs) and height * width * outputs < 2**31 and new_enough(x.device)
 
 
 def takes(conv: nn.Conv2d) -> bool:

@@ -9,46 +9,42 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nextscale.kernels.fp8 import FP8Conv
 
-CHANNELS = 128  # outputs of a program, and what inputs are a multiple of
+CHANNELS = 128  # outputs of a program, and inputs that it takes at once
 COLUMNS = 16  # of a rectangle
 
 
-def fused_conv(
-    x: Tensor, conv: nn.Conv2d | FP8Conv, term: Tensor, groups: int, kept: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def fused_conv(x: Tensor, conv: FP8Conv, term: Tensor, groups: int, kept: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of x [B, C, H, W]; and its sums and sums of squares over parts of the cells, [B, 2, groups, parts]."""
     batch, channels, height, width = x.shape
     outputs = len(conv.weight)
     # 128 outputs are all that a wide map has: then two small programs share a processor, and one writes while the
     # other one multiplies.
     rows, warps = (8, 4) if outputs == CHANNELS else (16, 8)
-    each = 128 // x.itemsize  # channels at once
     weight = conv.weight.permute(0, 2, 3, 1).reshape(outputs, -1)
     y = torch.empty(batch, outputs, height, width, dtype=term.dtype, device=x.device, memory_format=torch.channels_last)
     parts = triton.cdiv(height, rows) * triton.cdiv(width, COLUMNS)
     sums = torch.empty(batch, 2, groups, parts, dtype=torch.float32, device=x.device)
     _conv[(parts * (outputs // CHANNELS), batch)](
-        TensorDescriptor.from_tensor(x.permute(0, 2, 3, 1), [1, rows, COLUMNS, each]),
-        TensorDescriptor.from_tensor(weight, [CHANNELS, each]),
+        TensorDescriptor.from_tensor(x.permute(0, 2, 3, 1), [1, rows, COLUMNS, CHANNELS]),
+        TensorDescriptor.from_tensor(weight, [CHANNELS, CHANNELS]),
         y,
         y if kept is None else kept,
         term,
         sums,
-        conv.factor if isinstance(conv, FP8Conv) else 1.0,
+        conv.factor,
         height,
         width,
-        channels // each,
+        channels // CHANNELS,
         OUTPUTS=outputs,
         GROUP=outputs // groups,
         JOIN=kept is not None,
         ROWS=rows,
         COLUMNS=COLUMNS,
-        EACH=each,
         BLOCK=CHANNELS,
         num_warps=warps,
         num_stages=3,
@@ -73,7 +69,6 @@ def _conv(
     JOIN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     picture = tl.program_id(1)
@@ -83,8 +78,8 @@ def _conv(
     total = tl.zeros((BLOCK, ROWS * COLUMNS), tl.float32)
     for step in tl.range(0, 9 * steps):
         tap = step // steps
-        cells = x.load([picture, top + tap // 3 - 1, left + tap % 3 - 1, step % steps * EACH])
-        total = tl.dot(weight.load([first, step * EACH]), cells.reshape(ROWS * COLUMNS, EACH).T, total)
+        cells = x.load([picture, top + tap // 3 - 1, left + tap % 3 - 1, step % steps * BLOCK])
+        total = tl.dot(weight.load([first, step * BLOCK]), cells.reshape(ROWS * COLUMNS, BLOCK).T, total)
     output = first + tl.arange(0, BLOCK)
     cell = tl.arange(0, ROWS * COLUMNS)
     row, column = top + cell // COLUMNS, left + cell % COLUMNS
