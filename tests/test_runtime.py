@@ -23,6 +23,7 @@ from nextscale.methods.base import Method, Policy
 from nextscale.methods.numbers import FetchedNumbers
 from nextscale.methods.residual import Places, TokenCaches
 from nextscale.methods.room import LEAST, Deviations
+from nextscale.models.quantize import to_fp8
 from nextscale.packing import pack
 from nextscale.run import Rows
 from nextscale.runtime import make_executor
@@ -32,6 +33,7 @@ from nextscale.runtime.graphs import Graphs
 from nextscale.runtime.recorded import SHORT, Report, Told
 from nextscale.runtime.shelf import COST, Shelf, round_up
 from nextscale.schedule import Schedule
+from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 from nextscale.tokenizers.autoencoder import Decoder, Upsample
 
 
@@ -74,6 +76,18 @@ def test_compiled_blocks_with_a_method(any_pipe, fresh) -> None:
     again = ask(other, 2, method=method)
     assert plain.trace.share() < 0.9
     assert same_tokens(plain, again)
+
+
+@pytest.mark.parametrize("make", [tiny_var, tiny_infinity, tiny_hart])
+def test_compiled_blocks_in_8_bits(make, fresh) -> None:
+    """Every layer has factors of its own, and they still share their code."""
+    plain = make().to(dtype="bfloat16")
+    to_fp8(plain.backbone, plain.tokenizer)
+    backend = Counting()
+    other = copy.copy(plain)
+    other.executor = Compiled(backend)
+    assert same_tokens(ask(plain, 2), ask(other, 2))
+    assert backend.asked <= 6
 
 
 class Again:
