@@ -222,7 +222,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     styles = {"eager": "--", "compiled": ":", "graphs": "-"}
     ratios = dict.fromkeys(["none", *(r["ratios"] for r in rows)])
@@ -242,6 +242,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 look = {"color": colour, "marker": marker, "ls": styles[row["runtime"]], "ms": 4, "lw": 1.4}
                 axis.plot(scales, row["scales_ms"], label=label, **look)
         axis.set(xlabel="scale", yscale="log", title=f"{model}, batch {images}", xticks=list(scales))
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(ScalarFormatter())
         axis.yaxis.set_minor_formatter(NullFormatter())
         axis.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,6 @@
 """Triton's kernels on the CPU, in Triton's interpreter (`make test-kernels`, some minutes).
 
-Whole runs with the kernels that a run in float32 uses. Those in 16 bits need a GPU; two of them are tried alone, for
+Whole runs with the kernels that a run in float32 uses. Those in 16 bits need a GPU; some of them are tried alone, for
 the interpreter does not mind float32.
 """
 
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from conftest import ask
 from nextscale import NOVA
-from nextscale.kernels import absorbed, attention, lens
+from nextscale.kernels import absorbed, attention, conv, lens, norm
+from nextscale.kernels.fp8 import Reads
 from nextscale.testing import tiny_infinity
 
 pytest.importorskip("triton")
@@ -132,3 +135,23 @@ def test_keys_and_values_that_know_the_layers() -> None:
         scores = torch.randn(2, 9, 96)
         expected = absorbed.softmax(scores, right[1], 2, torch.float32)
         assert torch.allclose(absorbed.fused_softmax(scores, right[1], 2, torch.float32), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_convolution_and_the_norm_behind_it(joined: bool) -> None:
+    """In float32, which the interpreter multiplies rightly."""
+    torch.manual_seed(0)
+    last = torch.channels_last
+    x = torch.randn(2, 128, 9, 19).contiguous(memory_format=last)
+    other, term = torch.randn(2, 256, 9, 19).contiguous(memory_format=last), torch.randn(256)
+    weight = torch.randn(256, 128, 3, 3).contiguous(memory_format=last) / 30
+    layer = SimpleNamespace(weight=weight, factor=0.5)
+    found, sums = conv.fused_conv(x, layer, term, 32, other if joined else None)
+    expected = F.conv2d(x, weight * 0.5, term, padding=1) + (other if joined else 0)
+    assert torch.allclose(found, expected, atol=1e-4)
+    group_norm = nn.GroupNorm(32, 256).requires_grad_(False)
+    nn.init.normal_(group_norm.weight)
+    normed = norm.fused_norm(found, term, group_norm, True, False, None, Reads(torch.float32))
+    assert torch.allclose(normed, F.silu(group_norm(expected + term[:, None, None])), atol=1e-4)
+    normed = norm.fused_norm(found, None, group_norm, True, True, sums, Reads(torch.float32))
+    assert torch.allclose(normed, F.silu(group_norm(expected)), atol=1e-4)

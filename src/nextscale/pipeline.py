@@ -23,7 +23,7 @@ from nextscale.loop import Callback
 from nextscale.methods import METHODS
 from nextscale.methods.base import Context, Method
 from nextscale.models.base import Backbone
-from nextscale.models.quantize import check_quantize, to_fp8
+from nextscale.models.quantize import check_change, check_quantize, to_fp8
 from nextscale.models.registry import EMBEDDED, ModelSpec
 from nextscale.progress import bar
 from nextscale.prompts import read_prompts
@@ -126,6 +126,8 @@ class Pipeline:
         """Move the model, in place; as in torch, a dtype may come first."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
+        if dtype is not None:
+            check_change(self.backbone, as_dtype(dtype))
         self.executor = make_executor(self.executor.name, self.device if device is None else as_device(device))
         for module in (self.backbone, self.tokenizer):
             if dtype is not None:

@@ -95,7 +95,8 @@ class FP8Conv(FP8Layer):
 
     def product(self, x: Tensor) -> Tensor:
         """x [B, in, H, W], in 8 bits or not -> [B, out, H, W] without the bias."""
-        return F.conv2d(self.rounded(x).to(self.dtype), self.weight.to(self.dtype), padding=1) * self.out.to(self.dtype)
+        x = self.rounded(x).to(self.dtype) / self.into.to(self.dtype)  # not behind the sum: float16 does not go far
+        return F.conv2d(x, self.weight.to(self.dtype) * (self.into * self.out).to(self.dtype), padding=1)
 
 
 def reads(layer: nn.Linear | nn.Conv2d | FP8Layer) -> Reads:

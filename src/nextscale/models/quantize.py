@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nextscale.devices import name_of
 from nextscale.errors import NextscaleError, choices
 from nextscale.kernels.conv import new_enough, takes
-from nextscale.kernels.fp8 import OLDEST, FP8Conv, FP8Linear, fits
+from nextscale.kernels.fp8 import OLDEST, FP8Conv, FP8Layer, FP8Linear, fits
 from nextscale.models.base import Backbone
 from nextscale.models.hart import GatedMLP
 from nextscale.models.infinity import Infinity, TextAttention
@@ -35,11 +36,18 @@ def check_quantize(kind: str | None, device: torch.device) -> None:
         )
 
 
+def check_change(backbone: Backbone, dtype: torch.dtype) -> None:
+    """What was rounded belongs to the dtype that it was rounded from."""
+    if dtype != backbone.dtype and any(isinstance(m, FP8Layer) for m in backbone.modules()):
+        have, wanted = name_of(backbone.dtype), name_of(dtype)
+        raise NextscaleError(f"a model in 8 bits keeps its dtype, {have}; load it again for {wanted}")
+
+
 @torch.no_grad()
 def to_fp8(backbone: Backbone, tokenizer: ImageTokenizer) -> None:
     """In place. The old weights are let go of one by one. A decoder's convolutions only where a kernel gains by it."""
     if backbone.dtype not in (torch.bfloat16, torch.float16):
-        raise NextscaleError(f"quantize='fp8' needs dtype bfloat16 or float16, not {backbone.dtype}")
+        raise NextscaleError(f"quantize='fp8' needs dtype bfloat16 or float16, not {name_of(backbone.dtype)}")
     text = text_size(backbone)
     for block in backbone.blocks:
         for part in block.modules():
