@@ -1,12 +1,14 @@
-"""What 8-bit weights and activations cost in exactness, on the model that comes with the package.
+"""What 8-bit weights and activations cost in exactness, on the model that comes with the package or on another one.
 
-    python benchmarks/fp8.py [--images 24] [--device cuda] [--size 1M]
+    python benchmarks/fp8.py [--images 24] [--device cuda] [--size 1M] [--weights FOLDER] [--model infinity-2b]
 
 Both models see the same tokens at every scale (those that bfloat16 chose), so that differences do not add up:
   logits      root mean square of their difference over that of the logits
   agreement   tokens, and bits of them, that greedy decoding would choose alike
 Then both draw on their own with the same random numbers: PSNR and SSIM of the pictures. float32 against bfloat16 is
 printed beside it, as the measure of what bfloat16 itself costs. On a CPU the arithmetic is imitated.
+  limit       inputs of linear layers that were too large for 8 bits, of a million: the weights tell how large they
+              usually are, and more than 112 times as much is cut off
 
 `decoder` compares pictures of the same maps, with all convolutions of the decoder's residual blocks in 8 bits. Few of
 this small decoder's are wide enough for the kernel, so here they are imitated, too.
@@ -16,12 +18,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from nextscale.devices import as_device
 from nextscale.evaluate.psnr import psnr
 from nextscale.evaluate.ssim import ssim
+from nextscale.kernels.fp8 import LARGEST, FP8Layer
 from nextscale.models.quantize import round_convolutions, to_fp8
 from nextscale.pipeline import Pipeline
 
@@ -29,7 +35,7 @@ PROMPTS = ("a fox", "a red boat on the sea", "a green tree under the moon", "two
 
 
 def compare(name: str, plain: Pipeline, other: Pipeline, images: int, size: str | None) -> None:
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(images)]
+    prompts = prompts_for(plain, images)
     call = {"seed": list(range(images)), "pixel_budget": size}
     kept: dict[int, list[torch.Tensor]] = {}
     tokens = plain(prompts, **call, output_type="latent").tokens
@@ -45,7 +51,7 @@ def compare(name: str, plain: Pipeline, other: Pipeline, images: int, size: str 
     a, b = (torch.cat([t.flatten(1, -2) for t in kept[n]], dim=1) for n in (0, 1))  # [images, bits, 2]
     off = ((a - b).square().mean() / a.square().mean()).sqrt().item()
     same = a.argmax(-1) == b.argmax(-1)
-    bits = plain.backbone.token_shape[0]
+    bits = math.prod(plain.backbone.token_shape)  # of a token; a codebook's index is one
     whole = same.unflatten(1, (-1, bits)).all(-1).float().mean().item()
     drawn = [pipe(prompts, **call, output_type="pt").images.float().cpu() for pipe in (plain, other)]
     print(
@@ -55,8 +61,33 @@ def compare(name: str, plain: Pipeline, other: Pipeline, images: int, size: str 
     )
 
 
+def prompts_for(pipe: Pipeline, images: int) -> list[str] | list[int]:
+    if pipe.backbone.prompts == "label":
+        return list(range(images))
+    return [PROMPTS[i % len(PROMPTS)] for i in range(images)]
+
+
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """How many inputs of layers in 8 bits there were, and how many at the end of the range."""
+    counts = {"all": 0, "limit": 0}
+    plain = FP8Layer.rounded
+
+    def rounded(layer: FP8Layer, x: torch.Tensor) -> torch.Tensor:
+        y = plain(layer, x)
+        counts["all"] += y.numel()
+        counts["limit"] += int((y.float().abs() == LARGEST).sum())
+        return y
+
+    FP8Layer.rounded = rounded  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        FP8Layer.rounded = plain  # type: ignore[method-assign]
+
+
 def compare_decoders(plain: Pipeline, images: int, size: str | None) -> None:
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(images)]
+    prompts = prompts_for(plain, images)
     maps = plain(prompts, seed=list(range(images)), pixel_budget=size, output_type="latent").images
     small, exact = (copy.deepcopy(plain.tokenizer) for _ in range(2))
     round_convolutions(small.decoder, lambda conv: True)
@@ -75,10 +106,13 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=24)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", help="pixel budget; the model's own unless given, which takes long on a CPU")
+    parser.add_argument("--weights", help="a folder or file as Pipeline.from_pretrained takes it")
+    parser.add_argument("--model", help="which model that is, where files leave a choice")
     options = parser.parse_args()
     device = as_device(options.device)
-    plain = Pipeline.from_pretrained(dtype="bfloat16", device=device, progress_bar=False)
-    exact = Pipeline.from_pretrained(dtype="float32", device=device, progress_bar=False)
+    source = {"model": options.model, "device": device, "progress_bar": False}
+    place = [options.weights] if options.weights else []
+    plain, exact = (Pipeline.from_pretrained(*place, dtype=dtype, **source) for dtype in ("bfloat16", "float32"))
     small = copy.copy(plain)
     small.backbone, small.tokenizer = copy.deepcopy(plain.backbone), copy.deepcopy(plain.tokenizer)
     to_fp8(small.backbone, small.tokenizer)
@@ -87,7 +121,9 @@ def main() -> None:
     )
     print(f"{device}, torch {torch.__version__}, {options.images} images; weights {before:.0f} -> {after:.0f} MiB")
     compare("float32 vs bfloat16", plain, exact, options.images, options.size)
-    compare("fp8 vs bfloat16", plain, small, options.images, options.size)
+    with counting() as counts:
+        compare("fp8 vs bfloat16", plain, small, options.images, options.size)
+    print(f"{'':<22} limit {1e6 * counts['limit'] / counts['all']:.3g} of a million")
     compare_decoders(plain, options.images, options.size)
 
 
