@@ -16,7 +16,7 @@ demo: $(VENV)/.ready
 
 # Two processes with a thread each take two thirds of the time of one with two.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -34,7 +34,7 @@ test-gpu:
 # Triton's kernels without a GPU. Triton lies apart: a CPU build of torch comes without it.
 test-kernels: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/triton triton
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -n auto tests/test_interpreted.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/test_interpreted.py
 
 bench-load: $(VENV)/.ready
 	$(BIN)/python benchmarks/loading.py

@@ -8,7 +8,7 @@ Both models see the same tokens at every scale (those that bfloat16 chose), so t
 Then both draw on their own with the same random numbers: PSNR and SSIM of the pictures. float32 against bfloat16 is
 printed beside it, as the measure of what bfloat16 itself costs. On a CPU the arithmetic is imitated.
   limit       inputs of linear layers that were too large for 8 bits, of a million: the weights tell how large they
-              usually are, and more than 112 times as much is cut off
+              usually are, and what is more than 112 to 224 times as large is cut off
 
 `decoder` compares pictures of the same maps, with all convolutions of the decoder's residual blocks in 8 bits. Few of
 this small decoder's are wide enough for the kernel, so here they are imitated, too.

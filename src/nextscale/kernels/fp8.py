@@ -24,11 +24,13 @@ FORMAT = torch.float8_e4m3fn
 LARGEST = torch.finfo(FORMAT).max
 OLDEST = (8, 9)  # of the GPUs that multiply it
 MULTIPLE = 16  # of the channels, which the GPU asks for
-PLACE = 4.0  # where inputs of the usual size come to lie: up to 112 times as much can be told, and a 256th in full
+# Inputs of the usual size come to lie between half of it and this: at least 112 times as much can be told, and down to
+# a 128th with all bits.
+PLACE = 4.0
 
 
 class Reads(NamedTuple):
-    """How a linear layer wants its input."""
+    """How a layer wants its input."""
 
     dtype: torch.dtype
     by: float = 1.0  # what it has to be multiplied with
