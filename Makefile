@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format test-gpu test-kernels bench-load clean
+.PHONY: demo test lint format test-gpu test-kernels test-hostile test-score bench-load clean
 
 # The stamp is newer than what it was made from, or the environment is made again.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -36,8 +36,21 @@ test-kernels: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/triton triton
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/test_interpreted.py
 
+# Many bad arguments, configs, weights and prompts: no traceback, no hang, nothing executed, nothing half-written.
+test-hostile: $(VENV)/.ready
+	$(BIN)/python tests/hostile
+
+# The scorers of other packages (extras `score` and `reward`), in an environment of their own: they bring torchvision.
+$(VENV)-score/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-score
+	$(VENV)-score/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,eval,score,reward]'
+	touch $@
+
+test-score: $(VENV)-score/.ready
+	NEXTSCALE_NO_SKIPS=1 $(VENV)-score/bin/python -m pytest tests/test_score.py
+
 bench-load: $(VENV)/.ready
 	$(BIN)/python benchmarks/loading.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info demo.png
+	rm -rf $(VENV) $(VENV)-score .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info demo.png

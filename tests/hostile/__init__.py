@@ -1,0 +1,1 @@
+"""Bad input of many kinds; see `__main__.py`."""
