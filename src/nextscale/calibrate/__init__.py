@@ -12,10 +12,14 @@ FEWEST = 64  # prompts
 BATCH = 8
 
 
-def batches(pipe: Pipeline, prompts: Sequence[Any], seed: int) -> Iterator[dict[str, Any]]:
-    """The arguments of the calls that make one picture of every prompt, each with its own seed."""
+def require_enough(prompts: Sequence[Any]) -> None:
     if len(prompts) < FEWEST:
         raise NextscaleError(f"calibration needs at least {FEWEST} prompts, not {len(prompts)}")
+
+
+def batches(pipe: Pipeline, prompts: Sequence[Any], seed: int) -> Iterator[dict[str, Any]]:
+    """The arguments of the calls that make one picture of every prompt, each with its own seed."""
+    require_enough(prompts)
     for start in range(0, len(prompts), BATCH):
         some = list(prompts[start : start + BATCH])
         seeds = [seed + start + i for i in range(len(some))]
