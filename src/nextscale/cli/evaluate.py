@@ -52,6 +52,7 @@ def scenes(
     quiet: Quiet = False,
 ) -> None:
     """The six GenEval tasks, graded by the recogniser that comes with the package."""
+    from nextscale.analyze.runs import require_start
     from nextscale.evaluate import session
     from nextscale.evaluate.report import Report
     from nextscale.methods.naming import parse_methods
@@ -59,6 +60,7 @@ def scenes(
     asked = parse_methods(methods)
     with session.at_work(out):
         bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
+        require_start(bench.pipe, asked, **bench.size)
         report = Report(bench.items, bench.run(asked, reference, False if quiet else None))
         rows = report.rows()
         session.save(bench, asked, report, rows)
@@ -91,6 +93,7 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Quality against cost of many settings: table, curve, Pareto set, gain over truncation at equal cost, presets."""
+    from nextscale.analyze.runs import require_start
     from nextscale.analyze.style import require_matplotlib
     from nextscale.evaluate import session
     from nextscale.evaluate.curve import best, draw_curves
@@ -110,6 +113,7 @@ def sweep(
             bench.items = bench.items[: bench.made(asked, reference)]
             if not bench.items:
                 raise NextscaleError(f"{out} holds no picture that all methods have drawn yet")
+        require_start(bench.pipe, asked, **bench.size)
         report = Report(bench.items, bench.run(asked, reference, False if quiet else None), cost)
         # A curve begins where nothing is left out.
         others = {c: ("none", *plan.curves[c]) for c in against.split(",") if c in plan.curves}
