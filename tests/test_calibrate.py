@@ -48,6 +48,8 @@ def test_toprovar_with_too_few_prompts(var) -> None:
         calibrate_toprovar(var, [1, 2, 3])
     with pytest.raises(NextscaleError, match="target must lie in"):
         calibrate_toprovar(var, LABELS, target=2)
+    with pytest.raises(NextscaleError, match=r"^prompt 65: a class label is a whole number from 0 to 9, not 10$"):
+        calibrate_toprovar(var, [*LABELS, 10])
 
 
 def test_skipvar(var, tmp_path: Path) -> None:

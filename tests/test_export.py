@@ -81,8 +81,11 @@ def test_resume_makes_what_is_missing_and_nothing_else(pipe: Pipeline, work: Wor
     (out / "images" / "00001.png").unlink()  # in the middle of a batch
     cut = out / "images" / "01004.png"
     cut.write_bytes(cut.read_bytes()[:-5])
-    (out / ".scratch").mkdir()
-    (out / ".scratch" / ".00001.xyz.png").write_bytes(b"half")
+    for name in (".scratch", ".scratch-2of4"):  # of killed processes
+        (out / name).mkdir()
+        (out / name / ".00001.xyz.png").write_bytes(b"half")
+    (out / ".lock").write_text("17 on here")
+    (out / ".lock-2of4").write_text("17 on here")
     before = stamps(out)
     done = export(pipe, work, out, batch=batch, resume=True)
     assert (done.made, done.missing) == (2, 0)

@@ -94,10 +94,13 @@ class Folder:
     def scratch(self) -> Iterator[Path]:
         """Unfinished files lie here and not among the pictures: a killed process cannot clean up after itself.
 
-        What such a process left here goes when its shard is run again.
+        What such a process left here goes when its shard is run again, or the whole.
         """
         path = self.root / f"{SCRATCH}{self.shard.suffix}"
         try:
+            if self.shard.count == 1:  # nobody else is here
+                for left in (*self.root.glob(f"{SCRATCH}*"), *self.root.glob(f"{LOCK}-*")):
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
