@@ -190,8 +190,11 @@ def refused(match: str, source: Path | str, **options) -> None:
 
 
 class Evil:
+    def __init__(self, folder: Path) -> None:
+        self.trace = folder / "nextscale-was-here"
+
     def __reduce__(self):
-        return os.system, ("touch /tmp/nextscale-was-here",)
+        return os.system, (f"touch {self.trace}",)
 
 
 def test_bad_files(tmp_path: Path) -> None:
@@ -222,11 +225,11 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "model.txt").write_text("x")
     refused("not a checkpoint file; allowed: .pth", tmp_path / "model.txt")
     # code
-    torch.save({"model": Evil()}, tmp_path / "evil.pth")
+    torch.save({"model": Evil(tmp_path)}, tmp_path / "evil.pth")
     refused("more than tensors in it .posix.system.; it was not run", tmp_path / "evil.pth")
-    (tmp_path / "old.pth").write_bytes(pickle.dumps({"a": Evil()}, protocol=2))
+    (tmp_path / "old.pth").write_bytes(pickle.dumps({"a": Evil(tmp_path)}, protocol=2))
     refused("more than tensors", tmp_path / "old.pth")
-    assert not Path("/tmp/nextscale-was-here").exists()
+    assert not (tmp_path / "nextscale-was-here").exists()
     # not what it should hold
     torch.save({"epoch": 3}, tmp_path / "none.pth")
     refused("holds no state dict", tmp_path / "none.pth")
@@ -290,9 +293,9 @@ def test_the_tokenizer_that_fits_is_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
 def test_code_in_bare_pickles_is_named(tmp_path: Path, protocol: int) -> None:
-    (tmp_path / "x.pth").write_bytes(pickle.dumps({"a": Evil()}, protocol=protocol))
+    (tmp_path / "x.pth").write_bytes(pickle.dumps({"a": Evil(tmp_path)}, protocol=protocol))
     refused("more than tensors in it", tmp_path / "x.pth")
-    assert not Path("/tmp/nextscale-was-here").exists()
+    assert not (tmp_path / "nextscale-was-here").exists()
 
 
 def test_arguments_that_contradict_a_converted_folder(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from nextscale.analyze.sheet import amplification, difference, draw_sheet
 from nextscale.cli import main
 from nextscale.errors import NextscaleError
 from nextscale.evaluate import features
+from nextscale.evaluate.psnr import EQUAL
 from nextscale.methods import DropGuidance, SkipVAR
 from nextscale.methods.naming import parse_methods
 from nextscale.testing import tiny_infinity, tiny_var
@@ -82,6 +83,8 @@ def test_the_same_numbers_for_all(pipe: Pipeline) -> None:
     assert plain.ratio == 1
     assert plain.share == 1
     assert idle.same
+    assert idle.psnr == plain.psnr == EQUAL
+    assert idle.row()["same"] is True
     assert idle.ssim == pytest.approx(1)
     for a, b in zip(plain.output.tokens, short.output.tokens[:-2], strict=False):
         assert torch.equal(a, b)  # the scales that it ran, it ran with the same seed

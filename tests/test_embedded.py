@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from nextscale.checkpoints.int8 import Int8State, pack
 from nextscale.checkpoints.locate import ASSETS
 from nextscale.cli import main
 from nextscale.images import to_pil
-from nextscale.text.words import END, Lexicon
+from nextscale.text.words import END, Lexicon, split
 
 SHORT = Truncate(6)  # 7 of 13 grids: under a second, coarse but the right picture
 
@@ -73,6 +74,65 @@ def test_unknown_words_are_named_with_near_ones(pipe: Pipeline, caplog: pytest.L
         pipe("a picture of the", method=SHORT)
     with pytest.raises(NextscaleError, match="the prompt is empty"):
         pipe("  ")
+
+
+def test_known_prompts_are_split_as_ever(lexicon: Lexicon) -> None:
+    """The model was trained with these words."""
+
+    def before(text: str) -> list[str]:
+        return re.findall(r"[a-z0-9]+(?:'[a-z]+)?", text.lower().replace("-", " ").replace("’", "'"))
+
+    phrases = [" ".join(phrase) for phrase in lexicon.phrases]
+    phrases += [p for entry in lexicon.entries for p in entry.phrases]
+    scenes = [ask["prompt"] for ask in json.loads((ASSETS / "scenes.json").read_text())["asks"]]
+    for phrase in (*phrases, *scenes, *map(chr, range(128)), "It’s the dog's rock'n'roll_3x 2nd"):
+        for text in (phrase, f"Two {phrase.upper()}s, (a {phrase})!"):
+            assert split(text) == before(text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    {
+        "a fox and a 猫": ["猫"],
+        "🦊": ["🦊"],
+        "a fox 🦊🦊!": ["🦊🦊"],
+        "一只fox。": ["一只"],
+        "Лиса and a fox": ["лиса"],
+        "a café, a cafe\u0301": ["café", "café"],
+        "a fox\u030c": ["fox\u030c"],
+        "٣ foxes, ½ fox, ① fox": ["٣", "½", "①"],
+        "कुत्ता می\u200cخواهم": ["कुत्ता", "می\u200cخواهم"],
+        "👨\u200d👩\u200d👧 👍🏽 🇩🇪 3\ufe0f\u20e3": ["👨\u200d👩\u200d👧", "👍🏽", "🇩🇪", "3\ufe0f\u20e3"],
+        "a \U0001fae9 \ue000 \U000e1000 fox": ["\U0001fae9", "\ue000", "\U000e1000"],  # newer than Python, or nobody's
+        "ｆｏｘ 𝐟𝐨𝐱 fo\u00adx \ufefffox FOX": [],
+        "«a fox» – “a fox”… ¡a fox! 、。‖ + = € fox\u200bfox": [],
+    }.items(),
+    ids=ascii,
+)
+def test_words_of_every_script_are_named(prompt: str, words: list[str], lexicon: Lexicon) -> None:
+    tokens, unknown = lexicon.parse(prompt)
+    assert unknown == words
+    drawn = {lexicon.entries[t - 1].name for t in tokens[:-1]} - {"and"}
+    assert drawn == ({"fox"} if re.search(r"fox(?!\u030c)|ｆｏｘ", prompt) else set())
+
+
+def test_words_of_every_script_reach_the_user(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", logger="nextscale")
+    pipe.encode_prompt("a fox and a 猫")
+    assert "left out, because the model does not know them: '猫'" in caplog.text
+    check = pipe.text_encoder.check
+    caplog.clear()
+    check("a fox and a 猫")
+    assert not caplog.text, "who only checks is told once"
+    for prompt, words in {
+        "🦊": "can draw: '🦊'",
+        "¡…!": "can draw: no words",
+        "a picture": "only filler words",
+    }.items():
+        with pytest.raises(NextscaleError, match=words):
+            check(prompt)
+    with pytest.raises(NextscaleError, match=r"'z{40}…';"):
+        check("z" * 10_000)
 
 
 def test_a_long_prompt_is_cut(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,10 +6,6 @@ import csv
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from killing import kill_after
 from nextscale import NOVA, Pipeline, Truncate
 from nextscale.cli import app
 from nextscale.errors import NextscaleError
 from nextscale.evaluate import session
 from nextscale.evaluate.bench import EQUAL, Bench, Cell, Item, make_items
+from nextscale.evaluate.bench import _read as read_cell
 from nextscale.evaluate.features import why_missing
 from nextscale.evaluate.presets import presets
 from nextscale.evaluate.recogniser import FOLDER, Detection, load_recogniser, read_about
@@ -29,8 +27,10 @@ from nextscale.evaluate.report import Report, Row, as_csv
 from nextscale.evaluate.scenes import TASKS, Ask, Thing, describe, read_asks, some_of
 from nextscale.evaluate.statistics import Estimate, Resampling, at_cost, pareto
 from nextscale.evaluate.sweep import read_sweep, sweep_names
-from nextscale.evaluate.tune import read_budget, read_space
+from nextscale.evaluate.tune import Trial, measure, read_budget, read_space
+from nextscale.locking import LOCK, locked
 from nextscale.methods.naming import parse_methods
+from nextscale.writing import UNFINISHED
 
 SMALL = {"pixel_budget": "0.06M"}
 
@@ -145,6 +145,8 @@ def test_all_right_is_not_certainty() -> None:
     found = draws.score([1] * 24)
     assert (found.value, found.high) == (1.0, 1.0)
     assert found.low == pytest.approx(0.857, abs=1e-3)  # 24 of 24 by Clopper and Pearson
+    twice = Resampling([str(i) for i in range(24)] * 2, ["a"] * 48).score([1] * 48)
+    assert twice == found, "a second picture of the same prompts is no new prompt"
     change = draws.score([0] * 24, least=-1.0)
     assert change.low == pytest.approx(-change.high)
 
@@ -232,11 +234,10 @@ def test_cells_are_kept_and_repeat_to_the_digit(pipe: Pipeline, tmp_path: Path) 
     again = Watched(pipe, items, 2, tmp_path / "a", True, SMALL).run(methods, reference=True)
     assert not made, "all cells were there"
     assert [c.records for c in again.values()] == [c.records for c in first.values()]
-    kept = sorted((tmp_path / "a" / "cells").glob("0001-truncate*"))
-    for file in kept:
+    for file in (tmp_path / "a" / "cells").glob("*-truncate*"):
         file.unlink()
     third = Watched(pipe, items, 2, tmp_path / "a", True, SMALL).run(methods, reference=True)
-    assert made == ["none", "truncate"]  # the missing cell, and what it is compared with
+    assert made == ["none", "truncate"] * 2  # the missing cells, and what each is compared with: its own batch
     without = [{k: v for k, v in r.items() if k != "seconds"} for r in third["t"].records]
     assert without == [{k: v for k, v in r.items() if k != "seconds"} for r in first["t"].records]
 
@@ -278,7 +279,8 @@ def test_the_commands(tmp_path: Path) -> None:
     for file in (out / "cells").glob("0001-*"):
         file.unlink()
     arguments = ["eval", "sweep", str(plan), "--out", str(out), "--cost", "flops", *common, "--so-far"]
-    result = runner.invoke(app, arguments, catch_exceptions=False)
+    with locked(out):  # another process may still be drawing
+        result = runner.invoke(app, arguments, catch_exceptions=False)
     assert "3 pictures of clipart" in result.output
     assert not list((out / "cells").glob("0001-*"))
 
@@ -287,21 +289,20 @@ def test_a_killed_evaluation_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["eval", "scenes", "--methods", "none,truncate:1", "--out", str(out), "--prompts", "1", "--seeds", "1"]
     command += ["--pixel-budget", "0.06M", "--quiet"]
-    code = [sys.executable, "-c", "from nextscale.cli import main; main()", *command]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(code, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     cells = out / "cells"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and len(list(cells.glob("*.json"))) < 3:
-        time.sleep(0.02)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    features = why_missing() is None  # then every cell is two files
+    kill_after(8 if features else 4, command, {**os.environ, "OMP_NUM_THREADS": "1"})  # settings, and then cells
     before = {p: p.stat().st_mtime_ns for p in cells.glob("*.json")}
-    assert 3 <= len(before) < 12, "killed in the middle"
+    assert len(before) == 3, "killed in the middle"
+    unfinished = [p for p in cells.iterdir() if p.suffix == UNFINISHED]
+    assert len(unfinished) == 1
+    assert (out / LOCK).exists()
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0
     assert all(p.stat().st_mtime_ns == t for p, t in before.items()), "nothing was made twice"
     assert len(list(cells.glob("*.json"))) == 12
+    assert not unfinished[0].exists()
+    assert sorted(p.name for p in out.iterdir()) == ["cells", "results.json", "settings.json", "table.csv"]
 
 
 # Sweeps and tuning
@@ -364,6 +365,64 @@ def test_an_unknown_sweep() -> None:
         read_sweep("x")
 
 
+COMMANDS = (
+    ["eval", "scenes"],
+    ["eval", "sweep", "methods"],
+    ["tune", "nova", "--max-drop", "ssim=0.1", "--preset", "preset.json"],
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c[:2]))
+def test_folders_are_looked_at_before_a_model_is_loaded(command: list[str], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Pipeline, "from_pretrained", lambda *args, **options: pytest.fail("it was loaded"))
+
+    def refused(out: str, words: str) -> None:
+        with pytest.raises(NextscaleError, match=words):
+            CliRunner().invoke(app, [*command, "--out", out], catch_exceptions=False)
+
+    with locked(tmp_path / "busy"):
+        refused("busy", "another process .* is at work in busy; let it finish")
+    Path("file").write_text("x")
+    Path("full").mkdir()
+    Path("full", "mine.txt").write_text("x")
+    refused("file/below", "cannot write into file/below: Not a directory")
+    refused("full", "full is not empty and holds no evaluation")
+    Path("half").mkdir()
+    Path("half", "cells").write_text("x")
+    Path("half", "settings.json").write_text("{}")
+    refused("half", "cannot write into half/cells: Not a directory")
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    refused("new", "Permission denied")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["cells", "file", "full", "half", "mine.txt", "settings.json"]
+
+
+def test_scenes_that_the_model_cannot_draw(pipe: Pipeline, tmp_path: Path, monkeypatch) -> None:
+    asks = [Ask("single object", prompt, (Thing("fox"),)) for prompt in ("a fox", "a qwertz", "a 猫")]
+    monkeypatch.setattr("nextscale.evaluate.scenes.read_asks", lambda: asks)
+    monkeypatch.setattr(Pipeline, "from_pretrained", lambda *args, **options: pipe)
+    arguments = ["eval", "scenes", "--methods", "none,truncate:6", "--out", str(tmp_path / "out"), "--seeds", "1"]
+    arguments += ["--pixel-budget", "0.06M", "--quiet"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "__call__", lambda *args, **options: pytest.fail("a picture was made"))
+        with pytest.raises(NextscaleError, match=r"single object, 'a qwertz': .* 'qwertz'.*1 more of 3 .*--skip-bad"):
+            CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert not (tmp_path / "out").exists()
+    result = CliRunner().invoke(app, [*arguments, "--skip-bad"], catch_exceptions=False)
+    assert "2 prompts were skipped; results.json lists them" in result.output
+    told = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [e["prompt"] for e in told["skipped"]["prompts"]] == ["a qwertz", "a 猫"]
+    assert len(told["pictures"]["none"]) == 1
+
+
+def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "0000-none.json"
+    for content in ("{", "[1]", "{}", '[{"passed": true}]', "[" * 100_000):
+        path.write_text(content)
+        with pytest.raises(NextscaleError, match=r"0000-none\.json is damaged .*; delete it and run again"):
+            read_cell(path)
+
+
 def test_foreign_folder(pipe: Pipeline, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     bench = Bench(pipe, make_items(read_asks(), 1)[:1], 1, tmp_path, False, SMALL)
@@ -375,6 +434,37 @@ def test_foreign_folder(pipe: Pipeline, tmp_path: Path) -> None:
 def test_a_bad_budget(entry: str) -> None:
     with pytest.raises(NextscaleError, match="--max-drop"):
         read_budget([entry])
+
+
+def test_a_trial_must_keep_within_every_budget() -> None:
+    trial = Trial(Truncate(1), 1.0, {"scenes": 0.02, "ssim": 0.3, "perceptual": 0.0}, {})
+    assert trial.excess({"scenes": 0.02, "ssim": 0.3}) == 0
+    assert trial.excess({"scenes": 0.02, "ssim": 0.1}) == pytest.approx(2)  # twice the budget beyond it
+    assert trial.excess({"scenes": 0.01, "ssim": 0.3}) == pytest.approx(1)
+    assert trial.excess({"scenes": 0.01, "ssim": 0.1}) == pytest.approx(2)
+
+
+def test_losses_are_what_was_lost() -> None:
+    """A lower score is a loss, a higher one a gain."""
+    asks = [Ask("a", f"p{i}", ()) for i in range(4)]
+
+    class Drawn:
+        items = [Item(a, 0) for a in asks]
+
+        def __init__(self, passed: list[bool]) -> None:
+            self.passed = passed
+
+        def run(self, methods: dict[str, object], show: object) -> dict[str, Cell]:
+            same = {"psnr": 30.0, "ssim": 0.75, "perceptual": 0.5, "seconds": 2.0, "flops": 0.5, "tokens": 0.25}
+            plain = [True, True, False, False]
+            rows = {"none": plain, "tried": self.passed}
+            return {name: Cell([{"passed": p, **same} for p in rows[name]], None) for name in methods}
+
+    for passed, lost in (([True, False, False, False], 0.25), ([True] * 4, -0.5)):
+        found = measure(Drawn(passed), Truncate(1), "flops", False)  # type: ignore[arg-type]
+        assert found.losses == pytest.approx({"scenes": lost, "ssim": 0.25, "perceptual": 0.5})
+        assert found.cost == 0.5
+        assert (found.excess({"scenes": 0.1}) > 0) == (lost > 0.1)
 
 
 def test_search_spaces_fit_their_methods() -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 
 import files
 from files import VAR_CASE
+from killing import kill_after
 from nextscale import NOVA, Pipeline, Truncate
 from nextscale.cli import main
 from nextscale.errors import NextscaleError
@@ -27,7 +27,6 @@ from nextscale.models.registry import MODELS
 from nextscale.testing import tiny_var
 
 LABELS = "0 1 2 3 4 5 6"
-COMMAND = [sys.executable, "-c", "from nextscale.cli import main; main()"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,8 +81,11 @@ def test_resume_makes_what_is_missing_and_nothing_else(pipe: Pipeline, work: Wor
     (out / "images" / "00001.png").unlink()  # in the middle of a batch
     cut = out / "images" / "01004.png"
     cut.write_bytes(cut.read_bytes()[:-5])
-    (out / ".scratch").mkdir()
-    (out / ".scratch" / ".00001.xyz.png").write_bytes(b"half")
+    for name in (".scratch", ".scratch-2of4"):  # of killed processes
+        (out / name).mkdir()
+        (out / name / ".00001.xyz.png").write_bytes(b"half")
+    (out / ".lock").write_text("17 on here")
+    (out / ".lock-2of4").write_text("17 on here")
     before = stamps(out)
     done = export(pipe, work, out, batch=batch, resume=True)
     assert (done.made, done.missing) == (2, 0)
@@ -114,14 +116,7 @@ def test_the_command_is_killed_and_resumed(var_files: Path, tmp_path: Path, monk
     args = [*map(str, args), "--method", "truncate", "--device", "cpu"]
     monkeypatch.chdir(tmp_path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*COMMAND, *args, "--out", "out"], env=environment, stderr=subprocess.PIPE)
-    images = tmp_path / "out" / "images"
-    deadline = time.monotonic() + 60
-    while len(list(images.glob("*.png"))) < 3 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, process.stderr.read()
-    process.stderr.close()
+    kill_after(4, [*args, "--out", "out"], environment)  # the manifest and three pictures
 
     def here(*more: str) -> int:
         monkeypatch.setattr(sys, "argv", ["nextscale", *args, *more])
@@ -131,7 +126,7 @@ def test_the_command_is_killed_and_resumed(var_files: Path, tmp_path: Path, monk
 
     assert here("--out", "whole", "--quiet") == 0
     wanted, left, before = content(tmp_path / "whole"), content(tmp_path / "out"), stamps(tmp_path / "out")
-    assert 3 <= len(left) < len(wanted) == 56
+    assert (len(left), len(wanted)) == (3, 56)
     require_whole(tmp_path / "out", wanted)
     assert capsys.readouterr().out == ""
     assert here("--out", "out") == 2
@@ -224,6 +219,80 @@ def test_shards_of_prompts_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     assert [len(part) for part in parts] == [20, 20, 20, 10]  # whole prompts
 
 
+def test_a_second_process_is_told_so(pipe: Pipeline, work: Work, tmp_path: Path, monkeypatch, capsys) -> None:
+    out, attempts = tmp_path / "out", []
+
+    def meanwhile(self: Pipeline, *args: object, **options: object) -> object:
+        """Another export while the first makes its first picture."""
+        if not attempts:
+            attempts.append("begun")
+            for shard in (Shard(), Shard(1, 2)):
+                with pytest.raises(NextscaleError, match=r"is at work in .*out; let it finish") as error:
+                    export(tiny_var(), work, out, shard=shard, resume=True)
+                attempts.append(str(error.value))
+            monkeypatch.setattr(Pipeline, "from_pretrained", lambda *args, **options: pytest.fail("it was loaded"))
+            command = ["export", "imagenet", "--prompts", tmp_path / "labels.txt", "--images", 2, "--out", out]
+            monkeypatch.setattr(sys, "argv", ["nextscale", *map(str, command)])
+            with pytest.raises(SystemExit) as stopped:
+                main()
+            assert stopped.value.code == 2
+            assert "is at work in" in capsys.readouterr().err
+        return real(self, *args, **options)
+
+    real = Pipeline.__call__
+    monkeypatch.setattr(Pipeline, "__call__", meanwhile)
+    assert export(pipe, work, out).made == 14
+    assert len(attempts) == 3
+    assert sorted(p.name for p in out.iterdir()) == ["images", "manifest.json"]
+
+
+def test_shards_run_side_by_side(pipe: Pipeline, work: Work, tmp_path: Path, monkeypatch) -> None:
+    out, made = tmp_path / "out", []
+
+    def meanwhile(self: Pipeline, *args: object, **options: object) -> object:
+        if self is pipe and not made:
+            made.append(0)
+            made[0] = export(tiny_var(), work, out, shard=Shard(2, 2)).made
+        return real(self, *args, **options)
+
+    real = Pipeline.__call__
+    monkeypatch.setattr(Pipeline, "__call__", meanwhile)
+    done = export(pipe, work, out, shard=Shard(1, 2))
+    assert (done.made, done.missing, made) == (7, 0, [7])
+    assert sorted(p.name for p in out.iterdir()) == ["images", "manifest-1of2.json", "manifest-2of2.json"]
+
+
+def test_the_manifest_keeps_earlier_runs(pipe: Pipeline, work: Work, tmp_path: Path, monkeypatch) -> None:
+    """Each on another machine; the second makes nothing that the first has made."""
+    runs = []
+    for threads in (1, 2, 1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        done = export(pipe, work, tmp_path / "out", resume=True)
+        (tmp_path / "out" / "images" / "00001.png").unlink()
+        runs.append([run["threads"] for run in json.loads(done.manifest.read_text())["runs"]])
+    assert runs == [[1], [1, 2], [1, 2], [1, 2, 3]]
+
+
+def test_a_folder_that_cannot_be_written_is_noticed_first(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Before a model is loaded. Root may write anywhere, so the system's answer is made up."""
+    (tmp_path / "p.json").write_text('[{"id": "1", "prompt": "a fox"}]')
+    (tmp_path / "file").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Pipeline, "from_pretrained", lambda *args, **options: pytest.fail("it was loaded"))
+
+    def says(out: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["nextscale", "export", "imagereward", "--prompts", "p.json", "--out", out])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    assert says("file/below") == "error: cannot write into file/below: Not a directory\n"
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    assert says("new/folder") == "error: cannot write into new/folder: Permission denied\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "p.json"]
+
+
 def test_shards_out_of_range() -> None:
     assert Shard.parse("2/4") == Shard(2, 4)
     for text in ("0/4", "5/4", "1/0"):
@@ -307,7 +376,13 @@ def test_the_command_refuses_before_it_loads(tmp_path: Path, monkeypatch, capsys
     monkeypatch.setattr(Pipeline, "from_pretrained", lambda *args, **options: pytest.fail("it was loaded"))
     for words, args in {
         "unknown benchmark 'coco'": ("coco", "--prompts", "p.txt", "--out", "out"),
-        "is no prompt file of GenEval: 'a fox' is not JSON": ("geneval", "--prompts", "p.txt", "--out", "out"),
+        "GenEval: line 1 is 'a fox': it is not JSON at column 1": (
+            "geneval",
+            "--prompts",
+            "p.txt",
+            "--out",
+            "out",
+        ),
         "needs its prompts": ("dpg", "--out", "out"),
         "shard 3/2 is out of range": ("imagereward", "--prompts", "p.json", "--out", "out", "--shard", "3/2"),
         "is not empty": ("imagereward", "--prompts", "p.json", "--out", "."),

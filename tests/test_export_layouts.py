@@ -8,6 +8,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -228,7 +229,7 @@ EXPECTED = {
 WRONG = [
     ("geneval", '{"prompt": "a fox"}\n', "line 1 has no 'tag'"),
     ("geneval", '{"tag": "x", "prompt": "a fox"}\n', "line 1 has no list 'include'"),
-    ("geneval", '{"tag": "x", "include": [], "prompt": " "}\n', "line 1 has no 'prompt'"),
+    ("geneval", '{"tag": "x", "include": [], "prompt": 3}\n', "line 1 has no 'prompt' of text"),
     ("mjhq", '[{"id": "1", "prompt": "a fox"}]', "not one JSON object"),
     ("mjhq", '{"1": {"prompt": "a fox"}}', "1 has no 'category'"),
     ("mjhq", '{"../x": {"category": "art", "prompt": "a fox"}}', "cannot name a picture"),
@@ -237,7 +238,6 @@ WRONG = [
     ("imagereward", '{"1": {"category": "art", "prompt": "a fox"}}', "not a JSON list"),
     ("imagereward", '[{"id": "1"}]', "1 has no 'prompt'"),
     ("imagereward", '[{"id": "1", "prompt": "a"}, {"id": "1", "prompt": "b"}]', "twice: 1"),
-    ("imagenet", "1\n1000\n", "'1000' is no class number"),
     ("imagenet", "1\n1\n", "twice: 1"),
     ("imagenet", "", "holds no prompt"),
 ]
@@ -274,7 +274,7 @@ def test_wrong_prompt_folders(tmp_path: Path) -> None:
     with pytest.raises(NextscaleError, match=r"lacks photo\.json"):
         Work.read("hpsv2", styles)
     (styles / "photo.json").write_text('["a fox", 3]')
-    with pytest.raises(NextscaleError, match="photo 1 is not a prompt but 3"):
+    with pytest.raises(NextscaleError, match=r"photo\.json, entry 2 is not a prompt but 3"):
         Work.read("hpsv2", styles)
     folder = write_prompts("dpg", tmp_path)
     (folder / "all.txt").write_text("a fox\na tree\n")
@@ -285,7 +285,7 @@ def test_wrong_prompt_folders(tmp_path: Path) -> None:
     with pytest.raises(NextscaleError, match="cannot name a picture"):
         Work.read("dpg", folder)
     (tmp_path / "x.csv").write_text("id,prompt\n1,a fox\n")
-    with pytest.raises(NextscaleError, match="row 1 has no 'item_id'"):
+    with pytest.raises(NextscaleError, match="line 2 has no 'item_id'"):
         Work.read("dpg", tmp_path / "x.csv")
 
 
@@ -304,8 +304,150 @@ def test_models_that_do_not_fit(text_pipe: Pipeline, label_pipe: Pipeline, tmp_p
     for pipe, work, words in (
         (label_pipe, texts, "are texts, but tiny-var takes class labels"),
         (text_pipe, labels, "are class labels, but tiny-infinity takes texts"),
-        (label_pipe, Work.read("imagenet", None), "classes 0 to 9, but 10 is asked for"),
+        (
+            label_pipe,
+            Work.read("imagenet", None),
+            "class 10: .* from 0 to 9, not 10 .989 more of 1000",
+        ),
     ):
         with pytest.raises(NextscaleError, match=words):
             export(pipe, work, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# Prompts that cannot be drawn
+
+
+class Picky(Encoder):
+    """Knows few words, as the embedded model does."""
+
+    def check(self, prompt: str) -> None:
+        if "fox" not in prompt:
+            raise NextscaleError(f"cannot draw {prompt!r}")
+
+
+@pytest.fixture
+def picky() -> Pipeline:
+    pipe = tiny_infinity()
+    pipe.text_encoder = Picky()
+    return pipe
+
+
+BAD = ["a fox", "a cat", " ", "two foxes", "a dog"]
+
+
+def write_bad(benchmark: str, folder: Path) -> tuple[Path, list[str]]:
+    """A file whose second, third and fifth prompt cannot be drawn, and where these stand."""
+    if benchmark == "geneval":
+        path = folder / "m.jsonl"
+        lines = [json.dumps({"tag": "x", "include": [], "prompt": p}) for p in BAD]
+        path.write_text("\r\n".join(lines))
+        return path, [f"m.jsonl, line {i}" for i in (2, 3, 5)]
+    if benchmark == "dpg":
+        path = folder / "p.csv"
+        rows = ["item_id,text", *(f'{i},"{p}"' for i, p in enumerate(BAD))]
+        path.write_text("\n".join(rows))
+        return path, [f"p.csv, line {i}" for i in (3, 4, 6)]
+    path = folder / "p.json"
+    if benchmark == "mjhq":
+        path.write_text(json.dumps({f"x{i}": {"category": "art", "prompt": p} for i, p in enumerate(BAD)}))
+        return path, [f"p.json, x{i}" for i in (1, 2, 4)]
+    if benchmark == "imagereward":
+        path.write_text(json.dumps([{"id": f"x{i}", "prompt": p} for i, p in enumerate(BAD)]))
+        return path, [f"p.json, entry {i}" for i in (2, 3, 5)]
+    path = folder / "photo.json"
+    path.write_text(json.dumps(BAD))
+    return path, [f"photo.json, entry {i}" for i in (2, 3, 5)]
+
+
+@pytest.mark.parametrize("benchmark", ["geneval", "dpg", "mjhq", "imagereward", "hpsv2"])
+def test_bad_prompts_are_named_before_the_first_picture(
+    benchmark: str, picky: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, places = write_bad(benchmark, tmp_path)
+    with pytest.raises(NextscaleError, match=f"^{places[1]}: the prompt is empty; --skip-bad leaves such prompts out$"):
+        Work.read(benchmark, path)
+    path.write_text(path.read_text().replace('" "', '"a hen"'))
+    work = Work.read(benchmark, path)
+    monkeypatch.setattr(Pipeline, "__call__", lambda *args, **options: pytest.fail("a picture was made"))
+    with pytest.raises(NextscaleError) as caught:
+        export(picky, work, tmp_path / "out", **SMALL)
+    assert str(caught.value).startswith(f"{places[0]}: cannot draw 'a cat' (2 more of 5 prompts")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("benchmark", ["geneval", "dpg", "mjhq", "imagereward", "hpsv2"])
+def test_bad_prompts_are_skipped_and_listed(benchmark: str, picky: Pipeline, tmp_path: Path) -> None:
+    path, places = write_bad(benchmark, tmp_path)
+    images = None if benchmark in ("mjhq", "hpsv2") else 1
+    done = export(picky, Work.read(benchmark, path, images, skip_bad=True), tmp_path / "out", **SMALL)
+    assert (done.made, done.skipped, done.missing) == (2, 3, 0)
+    told = json.loads(done.manifest.read_text())["skipped"]
+    assert told["count"] == 3
+    assert {(e["where"], e["prompt"], e["reason"]) for e in told["prompts"]} == {
+        (places[0], "a cat", "cannot draw 'a cat'"),
+        (places[1], " ", "the prompt is empty"),
+        (places[2], "a dog", "cannot draw 'a dog'"),
+    }
+    # The others have the names and seeds that they would have had.
+    made = sorted(str(p.relative_to(tmp_path / "out" / "images")) for p in (tmp_path / "out").rglob("*.??g"))
+    text = path.read_text()
+    path.write_text(text.replace("a cat", "a fox").replace('" "', '"a fox"').replace("a dog", "a fox"))
+    export(picky, Work.read(benchmark, path, images), tmp_path / "whole", **SMALL)
+    for name in made:
+        assert (tmp_path / "out" / "images" / name).read_bytes() == (tmp_path / "whole" / "images" / name).read_bytes()
+
+
+def test_no_prompt_is_left(picky: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text('[{"id": "1", "prompt": "a cat"}, {"id": "2", "prompt": ""}]')
+    work = Work.read("imagereward", tmp_path / "p.json", skip_bad=True)
+    with pytest.raises(NextscaleError, match=r"p\.json, entry 1: cannot draw 'a cat'; no prompt is left"):
+        export(picky, work, tmp_path / "out", **SMALL)
+
+
+def test_class_numbers_are_named_with_their_line(label_pipe: Pipeline, tmp_path: Path) -> None:
+    path = tmp_path / "labels.txt"
+    for text, words in {
+        "1\n2\n1000\n": "labels.txt, line 3: '1000' is no class number from 0 to 999",
+        "1 2\r\n-3": "labels.txt, line 2: '-3' is no class number",
+        "1\nfox\n2.5": "labels.txt, line 2: 'fox' is no class number from 0 to 999 \\(1 more of 3",
+        "9" * 5000: "labels.txt, line 1: '9{40}' is no class number",
+        "٣": "labels.txt, line 1: '٣' is no class number",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(NextscaleError, match=words):
+            Work.read("imagenet", path)
+    path.write_text("3\n1 12 2\nfox\n")
+    with pytest.raises(NextscaleError, match=r"labels\.txt, line 2: a class label .* from 0 to 9, not 12; --skip"):
+        export(label_pipe, replace(Work.read("imagenet", path, 1, skip_bad=True), skip_bad=False), tmp_path / "out")
+    done = export(label_pipe, Work.read("imagenet", path, 1, skip_bad=True), tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out" / "images").iterdir()) == ["00001.png", "00002.png", "00003.png"]
+    assert [e["prompt"] for e in json.loads(done.manifest.read_text())["skipped"]["prompts"]] == ["fox", "12"]
+
+
+def test_one_id_with_two_texts(tmp_path: Path) -> None:
+    for benchmark, name, text, words in (
+        (
+            "dpg",
+            "p.csv",
+            "item_id,text\n1,a fox\n1,a fox\n1,a cat\n",
+            "id '1' has another text in line 4 than in p.csv, line 2",
+        ),
+        ("mjhq", "p.json", '{"1": {"category": "a", "prompt": "a"}, "1": {}}', "the key '1' twice"),
+        ("imagereward", "p.json", '[{"id": "1", "prompt": "a"}, {"id": "1", "prompt": "b"}]', "twice: 1"),
+        ("mjhq", "p.json", json.dumps({"x" * 250: {"category": "a", "prompt": "a"}}), "cannot name a picture"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(NextscaleError, match=words):
+            Work.read(benchmark, tmp_path / name)
+
+
+def test_the_manifest_names_the_text_encoder(text_pipe: Pipeline, tmp_path: Path) -> None:
+    work = Work.read("mjhq", write_prompts("mjhq", tmp_path))
+    done = export(text_pipe, work, tmp_path / "out", **SMALL)
+    assert json.loads(done.manifest.read_text())["settings"]["text_encoder"] == "made up"
+    other = tiny_infinity()
+    other.text_encoder = Picky()
+    other.text_encoder.source = "another"
+    with pytest.raises(NextscaleError, match='text_encoder is "made up" there and "another" now'):
+        export(other, replace(work, skip_bad=True), tmp_path / "out", resume=True, **SMALL)

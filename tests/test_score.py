@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nextscale.errors import NextscaleError
 from nextscale.evaluate import score as module
 from nextscale.evaluate import score_files, scorers
 from nextscale.evaluate.distances import frechet_distance, kernel_distance
+from nextscale.evaluate.psnr import EQUAL, psnr
 from nextscale.evaluate.score import interval
 from nextscale.evaluate.score_files import open_folder, read_prompts
 from nextscale.evaluate.score_metrics import METRICS, Metric, get_metrics, load, require
@@ -91,6 +93,23 @@ def test_psnr_and_ssim_are_those_of_torchmetrics() -> None:
     ours = float(METRICS["ssim"].load(CPU)(a, b))
     _, theirs = functional.structural_similarity_index_measure(a / 255, b / 255, data_range=1.0, return_full_image=True)
     assert ours == pytest.approx(float(theirs[..., 5:-5, 5:-5].mean()), abs=1e-6)
+
+
+def test_equal_pictures_have_one_psnr_everywhere(folders, tmp_path: Path, monkeypatch, capsys) -> None:
+    fast, _ = folders
+    out = tmp_path / "scores.json"
+    with pytest.raises(SystemExit, match="0"):
+        command(monkeypatch, fast, "--metrics", "psnr", "--reference", fast, "--out", out, "--device", "cpu")
+    told = json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(name))["metrics"]["psnr"]
+    assert told["value"] == EQUAL
+    assert told["interval_95"] == [EQUAL, EQUAL]
+    assert set(told["values"].values()) == {EQUAL}
+    assert re.search(rf"psnr +{EQUAL:g} ", capsys.readouterr().out)
+    a = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    near = a.clone()
+    near[1, 0, 0, 0] += 1e-3  # more than 60 dB: nobody sees it
+    near[2] += 0.1
+    assert psnr(a, near, 1.0).tolist() == pytest.approx([EQUAL, EQUAL, 20], abs=1e-4)
 
 
 def test_batches_change_nothing(folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +243,8 @@ def test_folders_that_cannot_be_scored(folders, tmp_path: Path, monkeypatch, cap
         ("p.json", '["one"]', "is not a JSON object"),
         ("p.json", '{"2.png": 3}', "is not a JSON object"),
         ("p.json", '{"2.png": "one"}', "has no prompt for 10.png"),
-        ("p.json", '{"2.png', "cannot be read"),
+        ("p.json", '{"2.png', "line 1, column 2 is not JSON"),
+        ("p.json", '{"2.png": "one", "2.png": "two"}', "the key '2.png' twice"),
         ("q.txt", None, "cannot be read"),
     ],
 )

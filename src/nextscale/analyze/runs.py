@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from nextscale.call import Output
 from nextscale.evaluate.features import perceptual, why_missing
 from nextscale.evaluate.psnr import psnr
@@ -16,8 +18,6 @@ from nextscale.images import from_pil
 from nextscale.methods.base import Method
 from nextscale.methods.naming import PLAIN
 from nextscale.pipeline import Pipeline
-
-EQUAL = 119.9  # dB that only equal pictures of bytes have
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,7 @@ class Made:
     psnr: float
     ssim: float
     perceptual: float | None  # None: its network is not installed
-
-    @property
-    def same(self) -> bool:
-        """Whether it is the plain picture, pixel by pixel."""
-        return self.psnr >= EQUAL
+    same: bool  # as the plain picture, pixel by pixel
 
     def row(self) -> dict[str, Any]:
         values = {k: v for k, v in vars(self).items() if k != "output"}
@@ -107,4 +103,5 @@ def _made(name: str, output: Output, plain: Output) -> Made:
         psnr=float(psnr(a, b)),
         ssim=float(ssim(a, b)),
         perceptual=None if why_missing() else float(perceptual(a.add(1).div(2), b.add(1).div(2))),
+        same=torch.equal(a, b),
     )

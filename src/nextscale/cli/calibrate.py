@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from nextscale.cli.options import Model, Vae, Weights, default_device, default_dtype, method_of, source_of
-from nextscale.errors import NextscaleError
+from nextscale.cli.options import Model, SkipBad, Vae, Weights, default_device, default_dtype, method_of, source_of
 
 app = typer.Typer(help="Fit a method's settings to a model.", no_args_is_help=True)
 Prompts = Annotated[Path, typer.Option(help="A file with one prompt (or class number) per line, at least 64.")]
@@ -27,11 +25,23 @@ def toprovar(
     vae: Vae = None,
     guidance_scale: Guidance = None,
     device: Device = None,
+    skip_bad: SkipBad = False,
 ) -> None:
     """tau, beta and a_max of ToProVAR, as a preset."""
     from nextscale.calibrate.toprovar import calibrate_toprovar
 
-    _run(calibrate_toprovar, prompts, out, model, weights, vae, device, target=target, guidance_scale=guidance_scale)
+    _run(
+        calibrate_toprovar,
+        prompts,
+        out,
+        model,
+        weights,
+        vae,
+        device,
+        skip_bad,
+        target=target,
+        guidance_scale=guidance_scale,
+    )
 
 
 @app.command()
@@ -44,11 +54,23 @@ def skipvar(
     vae: Vae = None,
     guidance_scale: Guidance = None,
     device: Device = None,
+    skip_bad: SkipBad = False,
 ) -> None:
     """SkipVAR's decision (needs scikit-learn: pip install 'nextscale[calibrate]')."""
     from nextscale.calibrate.skipvar import calibrate_skipvar
 
-    _run(calibrate_skipvar, prompts, out, model, weights, vae, device, target=target, guidance_scale=guidance_scale)
+    _run(
+        calibrate_skipvar,
+        prompts,
+        out,
+        model,
+        weights,
+        vae,
+        device,
+        skip_bad,
+        target=target,
+        guidance_scale=guidance_scale,
+    )
 
 
 @app.command()
@@ -62,12 +84,24 @@ def shares(
     vae: Vae = None,
     guidance_scale: Guidance = None,
     device: Device = None,
+    skip_bad: SkipBad = False,
 ) -> None:
     """The share of tokens that a method drops at each scale, as a table for NOVA(scale_linkage=False)."""
     from nextscale.calibrate.shares import measure_shares
 
     measured = method_of(method, None, set_)
-    _run(measure_shares, prompts, out, model, weights, vae, device, method=measured, guidance_scale=guidance_scale)
+    _run(
+        measure_shares,
+        prompts,
+        out,
+        model,
+        weights,
+        vae,
+        device,
+        skip_bad,
+        method=measured,
+        guidance_scale=guidance_scale,
+    )
 
 
 def _run(
@@ -78,27 +112,33 @@ def _run(
     weights: str | None,
     vae: str | None,
     device: str | None,
+    skip_bad: bool,
     **options: Any,
 ) -> None:
+    from nextscale.calibrate import require_enough
     from nextscale.pipeline import Pipeline
-    from nextscale.writing import require_writable, whole_file
+    from nextscale.prompt_check import bad_prompts, refuse, skipped
+    from nextscale.reading import read_lines
+    from nextscale.writing import as_json, require_writable, whole_file
 
     require_writable(out)
-    try:
-        lines = [line.strip() for line in prompts.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise NextscaleError(f"{prompts} cannot be read: {error}") from None
+    lines = read_lines(prompts)
+    require_enough(lines)  # before a model is loaded for nothing
     device = device or default_device()
     pipe = Pipeline.from_pretrained(
         source_of(model, weights), model=model, vae=vae, dtype=default_dtype(device), device=device
     )
-    asked: list[Any] = lines
-    if pipe.backbone.prompts == "label":
-        try:
-            asked = [int(line) for line in lines]
-        except ValueError:
-            raise NextscaleError(f"{prompts} must hold class numbers, one per line, for this model") from None
-    result = calibrate(pipe, asked, **options)
+    label = pipe.backbone.prompts == "label"
+    asked: list[Any] = [
+        (int(line) if label and line.isdecimal() and len(line) < 10 else line, number) for number, line in lines
+    ]
+    bad = bad_prompts(pipe, [(prompt, f"{prompts}, line {number}") for prompt, number in asked])
+    refuse(bad, skip_bad, len(asked))
+    left_out = {b.where for b in bad}
+    left = [prompt for prompt, number in asked if f"{prompts}, line {number}" not in left_out]
+    result = calibrate(pipe, left, **options)
     with whole_file(out) as file:
-        file.write((json.dumps(result, indent=1) + "\n").encode())
+        file.write(as_json({**result, "skipped": skipped(bad)}))
+    if bad:
+        typer.echo(f"{len(bad)} prompts were skipped")
     typer.echo(f"wrote {out}")

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from nextscale.cli.options import Model, PixelBudget, Weights, console, default_device, default_dtype, source_of
+from nextscale.cli.options import (
+    Model,
+    PixelBudget,
+    SkipBad,
+    Weights,
+    console,
+    default_device,
+    default_dtype,
+    source_of,
+)
 from nextscale.errors import NextscaleError
 
 app = typer.Typer(help="Measure methods: quality and cost in one table.", no_args_is_help=True)
@@ -38,18 +48,22 @@ def scenes(
     device: Device = None,
     dtype: Dtype = None,
     pixel_budget: PixelBudget = None,
+    skip_bad: SkipBad = False,
     quiet: Quiet = False,
 ) -> None:
     """The six GenEval tasks, graded by the recogniser that comes with the package."""
+    from nextscale.analyze.runs import require_start
     from nextscale.evaluate import session
     from nextscale.evaluate.report import Report
     from nextscale.methods.naming import parse_methods
 
     asked = parse_methods(methods)
-    bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget)
-    report = Report(bench.items, bench.run(asked, reference, False if quiet else None))
-    rows = report.rows()
-    session.save(bench, asked, report, rows)
+    with session.at_work(out):
+        bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
+        require_start(bench.pipe, asked, **bench.size)
+        report = Report(bench.items, bench.run(asked, reference, False if quiet else None))
+        rows = report.rows()
+        session.save(bench, asked, report, rows)
     _print(rows, bench, "seconds", {})
     typer.echo(f"wrote {out}")
 
@@ -75,9 +89,11 @@ def sweep(
     device: Device = None,
     dtype: Dtype = None,
     pixel_budget: PixelBudget = None,
+    skip_bad: SkipBad = False,
     quiet: Quiet = False,
 ) -> None:
     """Quality against cost of many settings: table, curve, Pareto set, gain over truncation at equal cost, presets."""
+    from nextscale.analyze.runs import require_start
     from nextscale.analyze.style import require_matplotlib
     from nextscale.evaluate import session
     from nextscale.evaluate.curve import best, draw_curves
@@ -90,21 +106,24 @@ def sweep(
     require_matplotlib()
     plan = read_sweep(name)
     asked = plan.methods
-    bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget)
-    if so_far:
-        bench.items = bench.items[: bench.made(asked, reference)]
-        if not bench.items:
-            raise NextscaleError(f"{out} holds no picture that all methods have drawn yet")
-    report = Report(bench.items, bench.run(asked, reference, False if quiet else None), cost)
-    # A curve begins where nothing is left out.
-    others = {c: ("none", *plan.curves[c]) for c in against.split(",") if c in plan.curves}
-    rows = report.rows(others)
-    session.save(bench, asked, report, rows)
-    qualities = ("scenes", "psnr", "perceptual") if bench.perceive else ("scenes", "psnr", "ssim")
-    title = f"{bench.pipe.spec.name}, {len(bench.items)} pictures, {bench.pipe.device.type}"
-    draw_curves(rows, plan.curves, out / "curve.png", cost, qualities, title)
-    where = f"nextscale eval sweep {name} --cost {cost}: {title}"
-    write_presets(out / "presets", presets(rows, asked, cost, bench.pipe.spec.name, where))
+    # Who computes nothing may look on while another process does.
+    with contextlib.nullcontext() if so_far else session.at_work(out):
+        bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
+        if so_far:
+            bench.items = bench.items[: bench.made(asked, reference)]
+            if not bench.items:
+                raise NextscaleError(f"{out} holds no picture that all methods have drawn yet")
+        require_start(bench.pipe, asked, **bench.size)
+        report = Report(bench.items, bench.run(asked, reference, False if quiet else None), cost)
+        # A curve begins where nothing is left out.
+        others = {c: ("none", *plan.curves[c]) for c in against.split(",") if c in plan.curves}
+        rows = report.rows(others)
+        session.save(bench, asked, report, rows)
+        qualities = ("scenes", "psnr", "perceptual") if bench.perceive else ("scenes", "psnr", "ssim")
+        title = f"{bench.pipe.spec.name}, {len(bench.items)} pictures, {bench.pipe.device.type}"
+        draw_curves(rows, plan.curves, out / "curve.png", cost, qualities, title)
+        where = f"nextscale eval sweep {name} --cost {cost}: {title}"
+        write_presets(out / "presets", presets(rows, asked, cost, bench.pipe.spec.name, where))
     _print(rows, bench, cost, others)
     typer.echo(f"Pareto set in PSNR: {', '.join(best(rows, cost, 'psnr'))}")
     typer.echo(f"wrote {out}")
@@ -121,15 +140,15 @@ def make_bench(
     seeds: int,
     batch: int,
     pixel_budget: str | None,
+    skip_bad: bool,
 ) -> Any:
     from nextscale.evaluate import session
     from nextscale.evaluate.bench import Bench, make_items
     from nextscale.evaluate.features import why_missing
     from nextscale.evaluate.scenes import read_asks, some_of
     from nextscale.pipeline import Pipeline
-    from nextscale.writing import require_writable
+    from nextscale.prompt_check import bad_prompts, refuse
 
-    require_writable(out / session.SETTINGS)
     asks = read_asks()
     per_task = prompts or (QUICK if quick else None)
     asks = asks if per_task is None else some_of(asks, per_task)
@@ -139,9 +158,13 @@ def make_bench(
     )
     if pipe.backbone.prompts == "label":
         raise NextscaleError(f"the scenes are asked for in words, but {pipe.spec.name} takes class labels")
+    bad = bad_prompts(pipe, [(ask.prompt, f"the scenes, {ask.task}, {ask.prompt!r}") for ask in asks])
+    refuse(bad, skip_bad, len(asks))
+    left_out = {b.prompt for b in bad}
+    asks = [ask for ask in asks if ask.prompt not in left_out]
     size = {} if pixel_budget is None else {"pixel_budget": pixel_budget}
     items = make_items(asks, 1 if quick else seeds)
-    bench = Bench(pipe, items, batch, out, why_missing() is None, size)
+    bench = Bench(pipe, items, batch, out, why_missing() is None, size, bad)
     session.open_folder(bench)
     return bench
 
@@ -170,6 +193,8 @@ def _print(rows: Any, bench: Any, cost: str, others: dict[str, Any]) -> None:
     console().print(table)
     where = f"{bench.pipe.device.type}, batch {bench.batch}, {bench.pipe.dtype}".replace("torch.", "")
     typer.echo(f"{len(bench.items)} pictures of {bench.pipe.spec.name} on {where}; speed = plain seconds / seconds")
+    if bench.skipped:
+        typer.echo(f"{len(bench.skipped)} prompts were skipped; {session.RESULTS} lists them")
     if not bench.perceive:
         typer.echo("no perceptual distance: pip install 'nextscale[eval]'")
     if weak := session.unreliable_tasks():

@@ -9,6 +9,7 @@ from nextscale.cli.options import (
     Model,
     PixelBudget,
     Revision,
+    SkipBad,
     Vae,
     Weights,
     default_device,
@@ -31,6 +32,7 @@ def export(
     set_: Annotated[list[str], typer.Option("--set", help="field=value of the method, repeatable.")] = [],  # noqa: B006
     shard: Annotated[str, typer.Option(help="i/n: only the i-th of n parts, from 1.")] = "1/1",
     resume: Annotated[bool, typer.Option("--resume", help="Make what is missing in a folder begun before.")] = False,
+    skip_bad: SkipBad = False,
     batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
     images: Annotated[int | None, typer.Option(min=1, help="Per prompt. Default: the official number.")] = None,
     seed: Annotated[int, typer.Option(help="The first; docs/benchmarks.md has the rule.")] = 0,
@@ -54,8 +56,10 @@ def export(
     from nextscale.pipeline import Pipeline
 
     part = Shard.parse(shard)
-    work = Work.read(benchmark, prompts, images, seed)
-    Folder(out, part).check(work, work.settings(), resume)  # before a model is loaded for nothing
+    work = Work.read(benchmark, prompts, images, seed, skip_bad)
+    folder = Folder(out, part)  # looked at before a model is loaded for nothing
+    folder.require_unlocked()
+    folder.check(work, work.settings(), resume)
     reduction = method_of(method, preset, set_)
     device = device or default_device()
     pipe = Pipeline.from_pretrained(
@@ -88,6 +92,8 @@ def export(
     if quiet:
         return
     typer.echo(f"made {done.made} pictures; {done.manifest} says how")
+    if done.skipped:
+        typer.echo(f"{done.skipped} prompts were skipped, so no score will be that of the whole benchmark")
     if done.missing:
         typer.echo(f"{done.missing} pictures of other shards are not here yet")
         return

@@ -29,6 +29,10 @@ Weights = Annotated[
     typer.Option(help="Official file or folder, converted folder, or hub repository.", show_default=False),
 ]
 Vae = Annotated[str | None, typer.Option(help="The tokenizer's file, if not beside the weights.", show_default=False)]
+SkipBad = Annotated[
+    bool,
+    typer.Option("--skip-bad", help="Leave out and list prompts that cannot be drawn, instead of stopping."),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.", show_default=False)]
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +31,7 @@ def score(
     """Score a folder of pictures."""
     from nextscale.evaluate.score import score as compute
     from nextscale.evaluate.score_metrics import get_metrics
-    from nextscale.writing import require_writable, whole_file
+    from nextscale.writing import as_json, require_writable, whole_file
 
     asked = get_metrics(metrics)
     if out is not None:
@@ -46,7 +45,7 @@ def score(
             "metrics": {s.metric.name: s.to_dict() for s in scores},
         }
         with whole_file(out) as file:
-            file.write((json.dumps(told, indent=1, ensure_ascii=False) + "\n").encode())
+            file.write(as_json(told))
     if quiet:
         return
     from rich.table import Table

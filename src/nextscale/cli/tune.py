@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from nextscale.cli.evaluate import Batch, Device, Dtype, Out, Prompts, Quick, Quiet, Seeds, make_bench
-from nextscale.cli.options import Model, PixelBudget, Weights
+from nextscale.cli.options import Model, PixelBudget, SkipBad, Weights
 from nextscale.errors import NextscaleError
 
 
@@ -30,22 +30,25 @@ def tune(
     device: Device = None,
     dtype: Dtype = None,
     pixel_budget: PixelBudget = None,
+    skip_bad: SkipBad = False,
     quiet: Quiet = False,
 ) -> None:
     """The fastest setting of a method whose measured loss stays within a budget."""
+    from nextscale.evaluate import session
     from nextscale.evaluate.report import COSTS
     from nextscale.evaluate.tune import as_preset, read_budget, read_space
     from nextscale.evaluate.tune import tune as search
-    from nextscale.writing import require_writable, whole_file
+    from nextscale.writing import as_json, require_writable, whole_file
 
     if cost not in COSTS:
         raise NextscaleError(f"unknown cost {cost!r}; allowed: {', '.join(COSTS)}")
     budget, fields = read_budget(max_drop), read_space(method, space)
     require_writable(preset)
-    bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget)
-    best, done = search(bench, method, budget, fields, trials, cost, False if quiet else None)
+    with session.at_work(out):
+        bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
+        best, done = search(bench, method, budget, fields, trials, cost, False if quiet else None)
     with whole_file(preset) as file:
-        file.write((json.dumps(as_preset(best, bench, budget, cost, trials), indent=1) + "\n").encode())
+        file.write(as_json(as_preset(best, bench, budget, cost, trials)))
     for trial in sorted(done, key=lambda t: t.cost):
         mark = "*" if trial is best else " " if trial.excess(budget) else "+"
         lost = " ".join(f"{k} {v:.4f}" for k, v in trial.losses.items())

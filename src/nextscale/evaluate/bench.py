@@ -20,16 +20,18 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.evaluate.psnr import psnr
+from nextscale.evaluate.psnr import EQUAL, psnr
 from nextscale.evaluate.recogniser import load_recogniser
 from nextscale.evaluate.scenes import Ask, describe
 from nextscale.evaluate.ssim import ssim
 from nextscale.methods import Method
 from nextscale.pipeline import Pipeline
 from nextscale.progress import bar
-from nextscale.writing import whole_file
+from nextscale.prompt_check import BadPrompt
+from nextscale.reading import parse_json, read_text
+from nextscale.writing import as_json, whole_file
 
-EQUAL = 60.0  # decibels of equal pictures; without a limit a few of them would outweigh all others in a mean
+KEYS = {"passed", "found", "seconds", "tokens", "flops", "psnr", "ssim", "perceptual", "starts"}  # of a record
 FAR = 10**6  # the reference pictures have seeds of their own
 
 
@@ -62,6 +64,7 @@ class Bench:
     folder: Path | None = None  # None: nothing is kept
     perceive: bool = True  # features and perceptual distance, which need the extra `eval`
     size: dict[str, Any] = field(default_factory=dict)  # of the pictures, as in a call
+    skipped: Sequence[BadPrompt] = ()  # prompts that this model cannot draw
 
     def __post_init__(self) -> None:
         self.recogniser = load_recogniser(self.pipe.device)
@@ -139,7 +142,7 @@ class Bench:
         images = drawn.images
         found = self.recogniser.detect(images * 2 - 1)
         n, own = len(items), plain is images  # a picture compared with itself
-        noise = torch.full((n,), EQUAL) if own else psnr(images, plain, 1.0).clamp_max(EQUAL)
+        noise = torch.full((n,), EQUAL) if own else psnr(images, plain, 1.0)
         alike = torch.ones(n) if own else ssim(images, plain, 1.0)
         apart, features = None, None
         if self.perceive:
@@ -197,13 +200,15 @@ def _write(path: Path, cell: Cell) -> None:
         with whole_file(path.with_suffix(".npy")) as file:
             np.save(file, cell.features)
     with whole_file(path) as file:
-        file.write(json.dumps(cell.records).encode())
+        file.write(as_json(cell.records, indent=None))
 
 
 def _read(path: Path) -> Cell:
     try:
-        records = json.loads(path.read_text())
+        records = parse_json(read_text(path))
         known = path.with_suffix(".npy")
+        if not isinstance(records, list) or not all(isinstance(r, dict) and set(r) == KEYS for r in records):
+            raise ValueError("it does not hold what was measured")
         return Cell(records, np.load(known) if known.exists() else None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise NextscaleError(f"{path} is damaged ({error}); delete it and run again") from None

@@ -6,7 +6,6 @@ more. A method that never comes so near has its nearest setting; what it was mea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from nextscale.evaluate.report import Row
 from nextscale.evaluate.statistics import Estimate
 from nextscale.methods.base import SCHEMA, Method
 from nextscale.methods.compose import Compose
-from nextscale.writing import whole_file
+from nextscale.writing import as_json, whole_file
 
 LEAST = {"balanced": 0.985, "fast": 0.97}  # SSIM to the plain picture
 HARDLY = 1.1  # times the cost
@@ -52,7 +51,7 @@ def presets(
 def write_presets(folder: Path, found: Mapping[str, dict[str, Any]]) -> None:
     for name, content in found.items():
         with whole_file(folder / name) as file:
-            file.write((json.dumps(content, indent=1) + "\n").encode())
+            file.write(as_json(content))
 
 
 def _number(row: Row, key: str) -> float:

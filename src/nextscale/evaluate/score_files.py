@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
+from nextscale.reading import read_json, read_lines
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 PIXELS = 2**21  # in one batch: two pictures of 1024 x 1024
@@ -74,20 +74,14 @@ def require_pairs(folder: Folder, reference: Folder) -> None:
 
 def read_prompts(path: Path, folder: Folder) -> dict[str, str]:
     """A JSON object {picture: prompt}, or a text file with one prompt per line, in the order of the pictures."""
-    try:
-        text = path.read_text("utf-8")
-        content = json.loads(text) if path.suffix.lower() == ".json" else None
-    except OSError as error:
-        raise NextscaleError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # of JSON or of UTF-8
-        raise NextscaleError(f"{path} cannot be read: {error}") from None
     if path.suffix.lower() != ".json":
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [prompt for _, prompt in read_lines(path)]
         if len(lines) != len(folder.sizes):
             raise NextscaleError(
                 f"{path} has {len(lines)} prompts for the {len(folder.sizes)} pictures of {folder.root}"
             )
         return dict(zip(folder.sizes, lines, strict=True))
+    content = read_json(path, "a JSON object of pictures and their prompts")
     if not isinstance(content, dict) or not all(isinstance(v, str) for v in content.values()):
         raise NextscaleError(f"{path} is not a JSON object of pictures and their prompts, both texts")
     missing = next((name for name in folder.sizes if name not in content), None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from nextscale.errors import NextscaleError
@@ -13,8 +15,11 @@ from nextscale.evaluate.recogniser import read_about
 from nextscale.evaluate.report import Report, Row, as_csv
 from nextscale.export.manifest import first_difference, model_settings, run_facts
 from nextscale.export.weights import weights_sha256
+from nextscale.locking import LOCK, locked
 from nextscale.methods import Method
-from nextscale.writing import whole_file
+from nextscale.prompt_check import skipped
+from nextscale.reading import read_json
+from nextscale.writing import UNFINISHED, as_json, remove_unfinished, require_folder, whole_file
 
 SETTINGS, RESULTS, TABLE = "settings.json", "results.json", "table.csv"
 FORMAT = 1
@@ -48,17 +53,35 @@ def open_folder(bench: Bench) -> None:
     now = settings_of(bench)
     path = folder / SETTINGS
     if path.exists():
-        try:
-            there = json.loads(path.read_text())
-        except ValueError:
-            raise NextscaleError(f"{path} is damaged; choose another --out") from None
+        there = read_json(path, "the settings of an evaluation")
+        if not isinstance(there, dict):
+            raise NextscaleError(f"{path} is not the settings of an evaluation; choose another --out")
         if difference := first_difference(there, now):
             raise NextscaleError(f"{folder} is an evaluation with other settings: {difference}; choose another --out")
         return
-    if folder.is_dir() and any(folder.iterdir()):
-        raise NextscaleError(f"{folder} is not empty and holds no evaluation; choose another --out")
+    require_ours(folder)
     with whole_file(path) as file:
-        file.write((json.dumps(now, indent=1) + "\n").encode())
+        file.write(as_json(now))
+
+
+def require_ours(folder: Path) -> None:
+    """A folder that holds something else is not for us."""
+    if not folder.is_dir() or (folder / SETTINGS).exists():
+        return
+    if any(not p.name.startswith(LOCK) and not p.name.endswith(UNFINISHED) for p in folder.iterdir()):
+        raise NextscaleError(f"{folder} is not empty and holds no evaluation; choose another --out")
+
+
+@contextlib.contextmanager
+def at_work(folder: Path) -> Iterator[None]:
+    """The folder is this process's alone, and what a killed one left unfinished is removed."""
+    require_folder(folder)
+    require_ours(folder)
+    with locked(folder):
+        for part in (folder, folder / "cells", folder / "presets"):
+            require_folder(part)
+            remove_unfinished(part)
+        yield
 
 
 def save(bench: Bench, methods: dict[str, Method | None], report: Report, rows: Sequence[Row]) -> None:
@@ -78,10 +101,11 @@ def save(bench: Bench, methods: dict[str, Method | None], report: Report, rows: 
         "grader": read_about().get("accuracy"),
         "methods": {name: None if m is None else m.to_dict() for name, m in methods.items()},
         "rows": [row.flat() for row in rows],
+        "skipped": skipped(bench.skipped),
         "pictures": pictures,
     }
     with whole_file(folder / RESULTS) as file:
-        file.write((json.dumps(content) + "\n").encode())
+        file.write(as_json(content, indent=None))
     with whole_file(folder / TABLE) as file:
         file.write(as_csv(rows).encode())
 

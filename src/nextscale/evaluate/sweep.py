@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from nextscale.errors import NextscaleError, choices
 from nextscale.methods import Method
 from nextscale.methods.naming import PLAIN, parse_method
+from nextscale.reading import read_json
 
 FOLDER = Path(__file__).parent / "sweeps"
 FIELDS = ("schema", "about", "curves")
@@ -32,13 +33,10 @@ def sweep_names() -> list[str]:
 
 def read_sweep(name: str) -> Sweep:
     path = FOLDER / f"{name}.json"
-    path = path if path.exists() else Path(name)
-    if not path.is_file():
-        raise NextscaleError(f"unknown sweep {name!r}; allowed: {choices(sweep_names())}, or a .json file")
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise NextscaleError(f"{path} is not a sweep: {error}") from None
+    path = path if name in sweep_names() else Path(name)
+    if not os.path.isfile(path):
+        raise NextscaleError(f"unknown sweep {name!r:.200}; allowed: {choices(sweep_names())}, or a .json file")
+    content = read_json(path, "a sweep")
     if not isinstance(content, dict) or not isinstance(content.get("curves"), dict):
         raise NextscaleError(f"{path} is not a sweep: it needs 'curves', {{name: [methods]}}")
     unknown = next((key for key in content if key not in FIELDS), None)

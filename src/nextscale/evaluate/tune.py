@@ -5,7 +5,6 @@ The search is seeded and pictures are kept in the folder, so a search that was s
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from nextscale.evaluate.statistics import Estimate
 from nextscale.methods import Method, get_method
 from nextscale.methods.base import SCHEMA
 from nextscale.methods.naming import PLAIN
+from nextscale.prompt_check import skipped
+from nextscale.reading import read_json
 
 SPACES = Path(__file__).parent / "spaces.json"
 LOSSES = {  # what can be lost, and how it is read off a row
@@ -60,15 +61,29 @@ def read_budget(entries: list[str]) -> dict[str, float]:
 def read_space(name: str, path: Path | None = None) -> dict[str, Any]:
     """Fields to search: a list of values, or {"low", "high"} with "step" or "log"."""
     get_method(name)
-    try:
-        content = json.loads((path or SPACES).read_text())
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise NextscaleError(f"{path} is not a search space: {error}") from None
+    content = read_json(path or SPACES, "a search space")
     space = content.get(name) if isinstance(content, dict) else None
     if not isinstance(space, dict) or not space:
         known = choices(content) if isinstance(content, dict) else "none"
         raise NextscaleError(f"{path or 'nextscale'} has no search space of {name}; it has: {known}")
+    for field, values in space.items():
+        _check_values(f"{path or 'nextscale'}, {name}.{field}", values)
     return space
+
+
+def _check_values(where: str, values: Any) -> None:
+    """Before a search trips over them."""
+    if values == []:
+        raise NextscaleError(f"{where}: the list of values is empty")
+    if not isinstance(values, dict):
+        return
+    numbers = [values.get(k, 1) for k in ("low", "high", "step")]
+    known = {"low", "high"} <= set(values) <= {"low", "high", "step", "log"}
+    if not known or not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
+        raise NextscaleError(f'{where}: a range has the numbers "low" and "high", and perhaps "step" or "log"')
+    low, high, step = numbers
+    if not low <= high or step <= 0 or (values.get("log") and low <= 0):
+        raise NextscaleError(f"{where}: low must be at most high, step above 0, and low above 0 for log")
 
 
 def suggest(trial: Any, cls: type[Method], space: dict[str, Any]) -> Method:
@@ -140,6 +155,7 @@ def as_preset(best: Trial, bench: Bench, budget: dict[str, float], cost: str, tr
         "name": best.method.name,
         "measured_on": bench.pipe.spec.name,
         "pictures": len(bench.items),
+        "skipped": skipped(bench.skipped),
         "device": bench.pipe.device.type,
         "budget": budget,
         "trials": trials,

@@ -20,6 +20,7 @@ class Entry:
     name: str  # of its file or folder among the pictures, without ending
     prompt: str | int  # a number is a class label
     number: int  # counted as the benchmark counts
+    where: str  # it stands: file and line
     record: str = ""  # the whole line, where a scorer wants it back
 
 
@@ -59,6 +60,10 @@ class Layout(ABC):
                 raise ValueError("it holds no prompt")
             return entries
 
+    def problem(self, prompt: str | int) -> str | None:
+        """What no model of the benchmark's kind could draw."""
+        return None if str(prompt).strip() else "the prompt is empty"
+
     @contextlib.contextmanager
     def _explained(self, path: Path | None) -> Iterator[None]:
         try:
@@ -66,9 +71,8 @@ class Layout(ABC):
         except NextscaleError:
             raise
         except ValueError as error:
-            problem = "it is not text" if isinstance(error, UnicodeDecodeError) else error
             raise NextscaleError(
-                f"{path} is no prompt file of {self.title}: {problem}; expected {self.expects}"
+                f"{path} is no prompt file of {self.title}: {error}; expected {self.expects}"
             ) from None
 
     @abstractmethod

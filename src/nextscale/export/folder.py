@@ -18,7 +18,8 @@ from nextscale.errors import NextscaleError, choices
 from nextscale.export.base import Picture
 from nextscale.export.manifest import require_agreement
 from nextscale.export.work import Shard, Work
-from nextscale.writing import whole_file
+from nextscale.locking import LOCK, locked, require_unlocked
+from nextscale.writing import require_folder, whole_file
 
 # JPEG at 95 without halved colours: what the score sees of the compression is then far below its noise.
 FORMATS: dict[str, dict[str, Any]] = {
@@ -45,8 +46,10 @@ class Folder:
 
     def check(self, work: Work, settings: dict[str, Any], resume: bool) -> None:
         """Refuse what would be lost, mixed or miscounted. Other shards of the same export may be there already."""
+        require_folder(self.root)
+        require_folder(self.images)
         try:
-            held = sorted(p.name for p in self.root.iterdir() if not p.name.startswith(SCRATCH))
+            held = sorted(p.name for p in self.root.iterdir() if not p.name.startswith((SCRATCH, LOCK)))
         except FileNotFoundError:
             return
         except OSError as error:
@@ -91,10 +94,13 @@ class Folder:
     def scratch(self) -> Iterator[Path]:
         """Unfinished files lie here and not among the pictures: a killed process cannot clean up after itself.
 
-        What such a process left here goes when its shard is run again.
+        What such a process left here goes when its shard is run again, or the whole.
         """
-        path, new = self.root / f"{SCRATCH}{self.shard.suffix}", not self.root.exists()
+        path = self.root / f"{SCRATCH}{self.shard.suffix}"
         try:
+            if self.shard.count == 1:  # nobody else is here
+                for left in (*self.root.glob(f"{SCRATCH}*"), *self.root.glob(f"{LOCK}-*")):
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -103,9 +109,14 @@ class Folder:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
-            if new:
-                with contextlib.suppress(OSError):  # it is not empty
-                    self.root.rmdir()
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody else may make the same pictures here at the same time; other shards may."""
+        require_folder(self.root)
+        return locked(self.root, self.shard.suffix)
+
+    def require_unlocked(self) -> None:
+        require_unlocked(self.root, self.shard.suffix)
 
     def save(self, picture: Picture, tiles: Sequence[Image.Image], scratch: Path) -> None:
         path = self.images / picture.path

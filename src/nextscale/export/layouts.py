@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shlex
 from pathlib import Path
 from typing import ClassVar
 
 from nextscale.errors import NextscaleError, choices
 from nextscale.export.base import Entry, Layout, Picture
-from nextscale.export.reading import field, file_name, load, one_line, text
+from nextscale.export.reading import content, field, file_name, load, load_line, one_line, prompt, text
 
 
 class GenEval(Layout):
@@ -19,12 +20,13 @@ class GenEval(Layout):
 
     def parse(self, files: list[Path]) -> list[Entry]:
         entries = []
-        for i, line in enumerate(files[0].read_text("utf-8").rstrip("\n").split("\n")):
-            record = load(line)
-            field(record, "tag", f"line {i + 1}")
+        for i, line in enumerate(content(files[0]).rstrip("\n").split("\n")):
+            where = f"line {i + 1}"
+            record = load_line(line, where)
+            field(record, "tag", where)
             if not isinstance(record.get("include"), list):
-                raise ValueError(f"line {i + 1} has no list 'include'")
-            entries.append(Entry(f"{i:05}", field(record, "prompt", f"line {i + 1}"), i, line))
+                raise ValueError(f"{where} has no list 'include'")
+            entries.append(Entry(f"{i:05}", prompt(record, "prompt", where), i, f"{files[0].name}, {where}", line))
         return entries
 
     def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
@@ -53,15 +55,27 @@ class DPG(Layout):
         return found
 
     def parse(self, files: list[Path]) -> list[Entry]:
-        if files[0].suffix == ".csv":
-            try:
-                rows = list(csv.DictReader(io.StringIO(files[0].read_text("utf-8"), newline="")))
-            except csv.Error as error:
-                raise ValueError(str(error)) from None
-            found = {field(r, "item_id", f"row {i + 1}"): field(r, "text", f"row {i + 1}") for i, r in enumerate(rows)}
-        else:
-            found = {f.stem: one_line(f) for f in files}
-        return [Entry(file_name(name, "a prompt"), found[name], i) for i, name in enumerate(sorted(found))]
+        found = self._rows(files[0]) if files[0].suffix == ".csv" else {f.stem: (one_line(f), f.name) for f in files}
+        entries = []
+        for i, name in enumerate(sorted(found)):
+            asked, where = found[name]
+            entries.append(Entry(file_name(name, "a prompt"), asked, i, where))
+        return entries
+
+    def _rows(self, file: Path) -> dict[str, tuple[str, str]]:
+        """Every id's text, and where it stands. Each question about a picture has a row, with the same text."""
+        found: dict[str, tuple[str, str]] = {}
+        rows = csv.DictReader(io.StringIO(content(file), newline=""))
+        try:
+            for row in rows:
+                where = f"line {rows.line_num}"
+                name, asked = field(row, "item_id", where), prompt(row, "text", where)
+                before = found.setdefault(name, (asked, f"{file.name}, {where}"))
+                if before[0] != asked:
+                    raise ValueError(f"the id {name!r:.60} has another text in {where} than in {before[1]}")
+        except csv.Error as error:
+            raise ValueError(f"line {rows.line_num}: {error}") from None
+        return found
 
     def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
         seeds = tuple(seed + k for k in range(images))
@@ -81,13 +95,13 @@ class MJHQ(Layout):
     seed_rule = "the picture of the i-th prompt (from 0) has seed + i"
 
     def parse(self, files: list[Path]) -> list[Entry]:
-        records = load(files[0].read_text("utf-8"))
+        records = load(files[0])
         if not isinstance(records, dict):
             raise ValueError("it is not one JSON object")
         entries = []
         for i, (key, record) in enumerate(records.items()):
-            category = file_name(field(record, "category", key), key)
-            entries.append(Entry(f"{category}/{file_name(key, 'a prompt')}", field(record, "prompt", key), i))
+            name = f"{file_name(field(record, 'category', key), key)}/{file_name(key, 'a prompt')}"
+            entries.append(Entry(name, prompt(record, "prompt", key), i, f"{files[0].name}, {key}"))
         return entries
 
     def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
@@ -103,11 +117,12 @@ class ImageReward(Layout):
     expects = "benchmark-prompts.json, a list of {'id', 'prompt'}"
 
     def parse(self, files: list[Path]) -> list[Entry]:
-        records = load(files[0].read_text("utf-8"))
+        records = load(files[0])
         if not isinstance(records, list):
             raise ValueError("it is not a JSON list")
         named = [(file_name(field(r, "id", f"entry {i + 1}"), f"entry {i + 1}"), r) for i, r in enumerate(records)]
-        return [Entry(name, field(r, "prompt", name), i) for i, (name, r) in enumerate(named)]
+        where = f"{files[0].name}, entry"
+        return [Entry(name, prompt(r, "prompt", name), i, f"{where} {i + 1}") for i, (name, r) in enumerate(named)]
 
     def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
         return [
@@ -139,10 +154,12 @@ class HPSv2(Layout):
     def parse(self, files: list[Path]) -> list[Entry]:
         entries = []
         for file in files:
-            prompts = load(file.read_text("utf-8"))
+            prompts = load(file)
             if not isinstance(prompts, list):
                 raise ValueError(f"{file.name} is not a JSON list")
-            entries += [Entry(f"{file.stem}/{i:05}", text(p, f"{file.stem} {i}"), i) for i, p in enumerate(prompts)]
+            for i, p in enumerate(prompts):
+                where = f"{file.name}, entry {i + 1}"
+                entries.append(Entry(f"{file.stem}/{i:05}", text(p, where), i, where))
         return entries
 
     def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
@@ -162,11 +179,17 @@ class ImageNet(Layout):
         return [] if path is None else super().find(path)
 
     def parse(self, files: list[Path]) -> list[Entry]:
-        lines = files[0].read_text("utf-8").split() if files else [str(label) for label in range(1000)]
-        for line in lines:
-            if not line.isdecimal() or int(line) > 999:
-                raise ValueError(f"{line[:40]!r} is no class number from 0 to 999")
-        return [Entry(str(int(line)), int(line), int(line)) for line in lines]
+        if not files:
+            return [Entry(str(label), label, label, f"class {label}") for label in range(1000)]
+        lines = enumerate(content(files[0]).splitlines(), start=1)
+        words = [(word, f"{files[0].name}, line {i}") for i, line in lines for word in line.split()]
+        # What is no number keeps its text, and is found with all else that cannot be drawn.
+        labels = [(int(word) if re.fullmatch("0*[0-9]{1,9}", word) else word, where) for word, where in words]
+        return [Entry(str(label), label, label if isinstance(label, int) else -1, where) for label, where in labels]
+
+    def problem(self, prompt: str | int) -> str | None:
+        known = isinstance(prompt, int) and prompt <= 999
+        return None if known else f"{str(prompt)[:40]!r} is no class number from 0 to 999"
 
     def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
         """A round of all classes after the other: the Inception Score is taken of 5000 files in a row."""

@@ -15,6 +15,7 @@ from nextscale.devices import name_of
 from nextscale.errors import NextscaleError
 from nextscale.methods import Method
 from nextscale.pipeline import Pipeline
+from nextscale.reading import read_json
 from nextscale.sampling import Sampling
 from nextscale.version import __version__
 
@@ -73,17 +74,15 @@ def _processor() -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
+    content = read_json(path, "the manifest of an export")
     try:
-        content = json.loads(path.read_text("utf-8"))
         if content["nextscale_export"] != FORMAT:
             raise NextscaleError(
                 f"{path} has the format {content['nextscale_export']!r}; this nextscale writes {FORMAT}"
             )
         if isinstance(content["settings"], dict) and isinstance(content["runs"], list):
             return content
-    except NextscaleError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         pass
     raise NextscaleError(f"{path} is not the manifest of an export")
 

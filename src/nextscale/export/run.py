@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,15 @@ from nextscale.export.work import WHOLE, Shard, Work
 from nextscale.methods import Method
 from nextscale.pipeline import Pipeline
 from nextscale.progress import bar
-from nextscale.writing import whole_file
+from nextscale.prompt_check import bad_prompts, skipped
+from nextscale.writing import as_json, whole_file
 
 
 @dataclass(frozen=True)
 class Exported:
     made: int  # now; the others of the shard were there
     missing: int  # pictures of other shards that are not in this folder
+    skipped: int  # prompts that cannot be drawn
     manifest: Path
     commands: list[str]  # to run when nothing is missing
 
@@ -51,7 +53,7 @@ def export(
     """
     if batch < 1:
         raise NextscaleError(f"batch must be at least 1, not {batch}")
-    require_prompts(pipe, work)
+    work = checked(pipe, work)
     values = sampling_for(work.layout.name, pipe.spec, sampling)
     schedule = pipe.schedule(pixel_budget=pixel_budget)
     height, width = (cells * pipe.tokenizer.stride for cells in schedule.last)
@@ -60,7 +62,6 @@ def export(
     sums = weights_sha256(pipe, progress_bar)
     settings = {**work.settings(), **model_settings(pipe, sums, method, chosen, (height, width))}
     folder = Folder(Path(out), shard)
-    folder.check(work, settings, resume)
     mine = shard.of(work.pictures)
     prompts = "" if work.prompts is None else str(work.prompts.absolute())
     commands = work.layout.commands(folder.images.absolute(), height, work.images, prompts)
@@ -71,12 +72,17 @@ def export(
         "weight_files": [file.name for file in pipe.weight_files],
         "shard": str(shard),
         "pictures": {"of this shard": len(mine), "in all": len(work.pictures)},
+        "skipped": skipped(work.skipped),
         "files": FORMATS[Path(work.pictures[0].path).suffix],
         "next": commands,
     }
     options = {"method": method, "pixel_budget": pixel_budget, **values}
     made = 0
-    with folder.scratch() as scratch, bar(work.layout.title, len(mine), progress_bar) as advance:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(folder.locked())
+        folder.check(work, settings, resume)
+        scratch = stack.enter_context(folder.scratch())
+        advance = stack.enter_context(bar(work.layout.title, len(mine), progress_bar))
         for i, group in enumerate(_groups(mine, batch)):
             wanted = [p for p in group if not folder.has(p)]
             tiles = _draw(pipe, group, batch, **options) if wanted else {}
@@ -89,22 +95,17 @@ def export(
             made += len(wanted)
             advance(len(group))
     missing = sum(not folder.has(p) for p in work.pictures)
-    return Exported(made, missing, folder.manifest, commands)
+    return Exported(made, missing, len(work.skipped), folder.manifest, commands)
 
 
-def require_prompts(pipe: Pipeline, work: Work) -> None:
+def checked(pipe: Pipeline, work: Work) -> Work:
+    """Every prompt is one that the model can draw."""
     kind, name = pipe.backbone.prompts, pipe.spec.name
     if (kind == "label") != (work.layout.prompts == "label"):
         have = "class labels" if work.layout.prompts == "label" else "texts"
         takes = "class labels" if kind == "label" else "texts"
         raise NextscaleError(f"the prompts of {work.layout.title} are {have}, but {name} takes {takes}")
-    if kind == "label":
-        classes = pipe.backbone.config.classes
-        beyond = next((p.prompt for p in work.pictures if int(p.prompt) >= classes), None)
-        if beyond is not None:
-            raise NextscaleError(
-                f"{name} has the classes 0 to {classes - 1}, but {beyond} is asked for; name others with --prompts"
-            )
+    return work.without(bad_prompts(pipe, [(e.prompt, e.where) for e in work.entries]))
 
 
 def _record(folder: Folder, content: dict[str, Any], run: dict[str, Any], scratch: Path) -> None:
@@ -112,7 +113,7 @@ def _record(folder: Folder, content: dict[str, Any], run: dict[str, Any], scratc
     runs = read_manifest(folder.manifest)["runs"] if folder.manifest.exists() else []
     content["runs"] = runs if run in runs else [*runs, run]
     with whole_file(folder.manifest, scratch) as file:
-        file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        file.write(as_json(content))
 
 
 def _groups(pictures: Sequence[Picture], batch: int) -> list[Sequence[Picture]]:

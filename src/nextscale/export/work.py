@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nextscale.errors import NextscaleError
-from nextscale.export.base import Layout, Picture
+from nextscale.export.base import Entry, Layout, Picture
 from nextscale.export.layouts import get_layout
 from nextscale.export.reading import digest
+from nextscale.prompt_check import BadPrompt, refuse
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,34 @@ class Work:
     prompts_sha256: str | None  # None: the benchmark itself names them
     images: int  # per prompt
     seed: int
-    pictures: tuple[Picture, ...]
+    entries: tuple[Entry, ...]  # to be drawn
+    skipped: tuple[BadPrompt, ...] = ()
+    skip_bad: bool = False
 
     @classmethod
-    def read(cls, benchmark: str, prompts: Path | None, images: int | None = None, seed: int = 0) -> Work:
+    def read(
+        cls, benchmark: str, prompts: Path | None, images: int | None = None, seed: int = 0, skip_bad: bool = False
+    ) -> Work:
+        """`skip_bad`: leave out, and list, what cannot be drawn, instead of refusing it."""
         layout = get_layout(benchmark)
         files = layout.find(prompts)
         entries = layout.read(files, prompts)
         count = layout.images if images is None else images
         layout.check_images(count)
-        pictures = tuple(layout.pictures(entries, count, seed))
-        return cls(layout, prompts, digest(files) if files else None, count, seed, pictures)
+        work = cls(layout, prompts, digest(files) if files else None, count, seed, tuple(entries), (), skip_bad)
+        problems = [(e, layout.problem(e.prompt)) for e in entries]
+        return work.without([BadPrompt(e.where, str(e.prompt), reason) for e, reason in problems if reason])
+
+    def without(self, bad: Sequence[BadPrompt]) -> Work:
+        """What is left to draw; raises unless bad prompts are to be skipped."""
+        refuse(bad, self.skip_bad, len(self.entries))
+        names = {(b.where, b.prompt) for b in bad}
+        left = tuple(e for e in self.entries if (e.where, str(e.prompt)) not in names)
+        return replace(self, entries=left, skipped=(*self.skipped, *bad)) if bad else self
+
+    @cached_property
+    def pictures(self) -> tuple[Picture, ...]:
+        return tuple(self.layout.pictures(list(self.entries), self.images, self.seed))
 
     @cached_property
     def known(self) -> set[str]:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 
 class TextEncoder(Protocol):
+    """One that cannot encode every text may also have `check(prompt)`, which raises a `NextscaleError` for such a text
+    and costs next to nothing: long lists of prompts are then checked before the first picture."""
+
     @property
     def nbytes(self) -> int: ...
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.errors import NextscaleError
+from nextscale.reading import read_json
 
 logger = logging.getLogger(__name__)
 
 END = 0  # closes every prompt, so that none is empty
+WORD = re.compile(r"(?:[an]m*)+(?:'(?:am*)+)?|(?:om*)+|s[sm]*")  # over the kinds of characters, see `_kind`
+LETTERS = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd"))
+JOINERS = frozenset("\u200c\u200d" + "".join(map(chr, range(0xE0020, 0xE0080))))  # inside words and flags
+SAME = str.maketrans({"-": " ", "\u200b": " ", "’": "'", "＇": "'"})
+MAX_NAMED, MAX_SHOWN = 20, 40  # unknown words in one sentence, and characters of each
 KINDS = ("objects", "shapes", "colours", "styles", "counts", "relations", "backgrounds", "filler")
 
 
@@ -59,9 +65,10 @@ class Lexicon:
 
     @classmethod
     def read(cls, path: Path) -> Lexicon:
+        content = read_json(path, "a vocabulary")
         try:
-            return cls(json.loads(path.read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls(content)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise NextscaleError(f"{path} is not a vocabulary: {error}") from None
 
     def __len__(self) -> int:
@@ -101,15 +108,41 @@ class Lexicon:
 
     def explain(self, unknown: Sequence[str]) -> str:
         """ "'foks' (perhaps fox), 'qwerty'" """
-        parts = []
-        for word in dict.fromkeys(unknown):
-            near = self.near(word)
-            parts.append(repr(word) + (f" (perhaps {' or '.join(near)})" if near else ""))
-        return ", ".join(parts)
+        parts, distinct = [], list(dict.fromkeys(unknown))
+        for word in distinct[:MAX_NAMED]:
+            near = self.near(word) if len(word) <= MAX_SHOWN else []
+            shown = repr(word if len(word) <= MAX_SHOWN else f"{word[:MAX_SHOWN]}…")
+            parts.append(shown + (f" (perhaps {' or '.join(near)})" if near else ""))
+        more = len(distinct) - MAX_NAMED
+        return ", ".join(parts) + (f" and {more} more" if more > 0 else "")
 
 
 def split(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+(?:'[a-z]+)?", text.lower().replace("-", " ").replace("’", "'"))
+    """The words of any script. A run of letters without case (猫) or of pictures (🦊) is one, too: better named as
+    unknown than passed over. Punctuation is none."""
+    text = _plain(text)
+    return [text[found.start() : found.end()] for found in WORD.finditer("".join(map(_kind, text)))]
+
+
+def _plain(text: str) -> str:
+    """Small letters, each written in one way: ｆｏｘ and 𝐟𝐨𝐱 are fox. Fractions and the like stay what they are, or ½
+    would be two counts."""
+    text = unicodedata.normalize("NFC", text)
+    text = "".join(unicodedata.normalize("NFKC", c) if unicodedata.category(c) in LETTERS else c for c in text)
+    text = unicodedata.normalize("NFC", text.lower()).translate(SAME)
+    return "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS)
+
+
+def _kind(c: str) -> str:
+    """A character as a letter for `WORD`: letter, number, other letter, mark, symbol, or nothing of these."""
+    if c.isascii():
+        return "'" if c == "'" else "a" if c.isalpha() else "n" if c.isdigit() else " "
+    category = unicodedata.category(c)
+    if category[0] == "M" or c in JOINERS or "\U0001f3fb" <= c <= "\U0001f3ff":  # the colours of skin
+        return "m"
+    if category in ("So", "Co", "Cn", "Cs"):  # Cn: a picture that is newer than this Python
+        return "s"
+    return "o" if category == "Lo" else {"L": "a", "N": "n"}.get(category[0], " ")
 
 
 @dataclass(frozen=True)
@@ -174,13 +207,21 @@ class WordEncoder:
     def to(self, device: torch.device | str) -> None:
         self.transformer.to(device)
 
-    def read(self, prompt: str) -> list[int]:
+    def check(self, prompt: str) -> None:
+        self._parse(prompt)
+
+    def _parse(self, prompt: str) -> tuple[list[int], list[str]]:
         tokens, unknown = self.lexicon.parse(prompt)
         if len(tokens) == 1:
-            what = self.lexicon.explain(unknown[:5]) if unknown else "only filler words"
+            nothing = "only filler words" if split(prompt) else "no words"
+            what = self.lexicon.explain(unknown[:5]) if unknown else nothing
             raise NextscaleError(
                 f"the prompt names nothing that this model can draw: {what}; `nextscale words` lists what it knows"
             )
+        return tokens, unknown
+
+    def read(self, prompt: str) -> list[int]:
+        tokens, unknown = self._parse(prompt)
         if unknown:
             logger.warning("left out, because the model does not know them: %s", self.lexicon.explain(unknown))
         limit = self.transformer.config.length
