@@ -35,7 +35,7 @@ def require_writable(path: Path) -> None:
 
 def require_folder(folder: Path) -> None:
     """The same for a folder whose files will be written."""
-    if folder.is_file():
+    if os.path.isfile(folder):
         raise NextscaleError(f"{folder} is a file, not a folder")
     require_writable(folder / "x")
 

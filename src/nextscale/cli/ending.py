@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import io
@@ -11,7 +12,7 @@ import platform
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
@@ -23,16 +24,32 @@ DONE, FAILED, UNUSABLE, CRASHED, STOPPED, UNREAD = 0, 1, 2, 70, 130, 141
 _CommandError: Any = typer.BadParameter.__mro__[2]  # typer's click, which older versions import and newer ones contain
 
 
+class _Ascii(io.TextIOWrapper):
+    """An ASCII stream that says latin-1: click takes one that says ASCII for a mistake and writes UTF-8 into it."""
+
+    def __init__(self, stream: io.TextIOWrapper, errors: str) -> None:
+        super().__init__(stream.buffer, encoding="latin-1", errors=errors, line_buffering=stream.line_buffering)
+
+    def write(self, text: str) -> int:
+        return super().write(text.encode("ascii", self.errors or "replace").decode("ascii"))
+
+
 class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return readable(super().format(record))
 
 
 def exit_code(app: Callable[..., Any]) -> int:
-    """Run the command line; nothing but KeyboardInterrupt and SystemExit of others gets past this."""
-    _prepare_output()
+    """Run the command line. Whatever happens in it, this returns."""
+    _prepare_logging()
+    # A terminal that lacks a character shows "?" for it: no reason to lose what took minutes to compute.
+    with _degrading("stdout", "replace"), _degrading("stderr", "backslashreplace"):
+        return _exit_code(app)
+
+
+def _exit_code(app: Callable[..., Any]) -> int:
     try:
-        code = app(standalone_mode=False)  # exit codes come back as values
+        code = app(prog_name="nextscale", standalone_mode=False)  # exit codes come back as values
         code = code if isinstance(code, int) else DONE
     except SystemExit as error:  # of completion, and of typer where nobody reads our output
         code = UNREAD if _unread(error.__context__) else error.code if isinstance(error.code, int) else FAILED
@@ -110,12 +127,29 @@ def _unread(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno == errno.EPIPE
 
 
-def _prepare_output() -> None:
-    # A terminal that lacks a character shows "?" for it: no reason to lose what took minutes to compute.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    if isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr.reconfigure(errors="backslashreplace")
+@contextlib.contextmanager
+def _degrading(name: str, errors: str) -> Iterator[None]:
+    """Let a standard stream write something else for what its encoding lacks."""
+    stream = getattr(sys, name)
+    if not isinstance(stream, io.TextIOWrapper):
+        yield
+        return
+    if codecs.lookup(stream.encoding).name != "ascii":
+        stream.reconfigure(errors=errors)
+        yield
+        return
+    stream.flush()
+    plain = _Ascii(stream, errors)
+    setattr(sys, name, plain)
+    try:
+        yield
+    finally:
+        setattr(sys, name, stream)
+        with contextlib.suppress(OSError):
+            plain.detach()  # or the stream would be closed with it
+
+
+def _prepare_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
@@ -132,7 +166,7 @@ def _flushed(code: int) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        if not _unread(error):
+        if not code and not _unread(error):
             _say(f"error: cannot write the output: {error.strerror}")
         code = code or (UNREAD if _unread(error) else FAILED)
         with contextlib.suppress(OSError, ValueError):

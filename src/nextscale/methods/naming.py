@@ -27,6 +27,7 @@ from nextscale.methods.base import read_stored
 from nextscale.methods.stored import stored, stored_names
 
 PLAIN = "none"
+MAX_LENGTH = 2000
 # A '+' joins parts where a name could follow: neither in 1e+3 nor in /data/a+b.json.
 _JOINT = re.compile(r"\+(?=\s*([A-Za-z][\w-]*\s*)?([:+]|$))")
 _OPEN, _CLOSE = "([{", ")]}"
@@ -37,10 +38,9 @@ def parse_method(text: str) -> Method | None:
     """A method, or None for the plain run."""
     if text.strip() == PLAIN:
         return None
-    try:
-        parts = [_part(part) for part in _split(text, _JOINT)]
-    except RecursionError:
-        raise NextscaleError(f"{text!r} has too many methods inside of methods") from None
+    if len(text) > MAX_LENGTH:
+        raise NextscaleError(f"{text!r} is too long for a method; allowed: {MAX_LENGTH} characters")
+    parts = [_part(part) for part in _split(text, _JOINT)]
     return parts[0] if len(parts) == 1 else Compose(tuple(parts))
 
 
@@ -68,7 +68,7 @@ def format_method(method: Method | None) -> str:
 
 
 def with_settings(method: Method, settings: Sequence[str]) -> Method:
-    """With fields changed as `field=value` says, all at once: they may only be right together."""
+    """With fields changed as `field=value` says; the last word on a field counts."""
     return dataclasses.replace(method, **{k: v for piece in settings for k, v in read_field(method, piece).items()})
 
 
@@ -82,11 +82,13 @@ def _part(text: str) -> Method:
         raise NextscaleError(f"{text!r} is not complete; behind ':' and ';' stands a number, a preset or field=value")
     preset = _preset(cls, pieces[0])
     method, pieces = (cls(), pieces) if preset is None else (preset, pieces[1:])
-    names = [next(iter(read_field(method, piece))) for piece in pieces]
-    twice = next((field for i, field in enumerate(names) if field in names[:i]), None)
-    if twice is not None:
-        raise NextscaleError(f"{cls.name}: {twice} is set twice in {text!r}")
-    return with_settings(method, pieces)
+    fields: dict[str, Any] = {}
+    for piece in pieces:
+        for field, value in read_field(method, piece).items():
+            if field in fields:
+                raise NextscaleError(f"{cls.name}: {field} is set twice in {text!r}")
+            fields[field] = value
+    return dataclasses.replace(method, **fields)  # all at once: fields may only be right together
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
