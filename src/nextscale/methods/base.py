@@ -266,7 +266,8 @@ class Method(ABC):
     def require(self, name: str, low: float, high: float, *, above: bool = False, below: bool = False) -> None:
         """Check a field's range; `above` and `below` leave out the ends."""
         value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int) and not isinstance(value, bool)
+        number = number or (isinstance(value, float) and math.isfinite(value))
         inside = number and low <= value <= high and not (above and value == low) and not (below and value == high)
         if not inside:
             interval = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
