@@ -110,6 +110,11 @@ def test_a_terminal_that_knows_only_ascii(tmp_path: Path, monkeypatch: pytest.Mo
     assert plain[0] == "none"
     assert plain[-3:] == ["?", "?", "?"]  # dashes
     assert run("compare", "ß", *given, encoding="ascii").stderr.endswith("not the text '\\xdf'\n")
+    monkeypatch.setattr("nextscale.pipeline.Pipeline", Recorder(images=1))
+    monkeypatch.setattr(Recorder, "summary", lambda self: "ß – 狐")
+    for encoding, shown in (("ascii", "? ? ?"), ("latin-1", "ß ? ?"), ("utf-8", "ß – 狐")):
+        done = run("generate", "a fox", "--out", tmp_path / "a.png", encoding=encoding)
+        assert (done.returncode, done.stdout.splitlines()[0]) == (0, shown)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +207,8 @@ def test_drawn_in_any_format(ending: str, tmp_path: Path) -> None:
         assert picture.size == (1200, 120)
 
 
-def test_a_format_that_has_no_colours(tmp_path: Path) -> None:
+def test_a_format_that_has_no_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nextscale.checkpoints.locate.locate", None)
     for ending in (".xbm", ".grib", ".txt", ""):
         done = run("compare", "fox", "--out", tmp_path / f"a{ending}")
         assert done.returncode == 2

@@ -20,9 +20,9 @@ def require_writable(path: Path) -> None:
         if not os.path.lexists(made) and not made.name.isprintable():
             raise NextscaleError(f"cannot write {str(path)!r}: a name must not hold control characters or broken text")
     try:
-        if path.is_dir():
+        if os.path.isdir(path):
             raise NextscaleError(f"{path} is a folder, not a file name")
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not os.path.isfile(path):
             raise NextscaleError(f"{path} is no regular file, so it cannot be replaced by one")
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
