@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import logging
 import os
 import stat
@@ -17,7 +18,7 @@ from PIL import Image
 
 import nextscale
 from commands import Recorder, Text, run
-from nextscale.cli.ending import _OneLine
+from nextscale.cli.ending import _OneLine, exit_code
 from nextscale.errors import NextscaleError, choices, readable
 from nextscale.progress import bar
 from nextscale.testing import tiny_var
@@ -91,6 +92,29 @@ def test_nobody_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rich.console.Console.print", broken)
     done = run("models")
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(("reason", "code"), [(errno.EPIPE, 141), (errno.ENOSPC, 1)])
+def test_what_is_flushed_last(reason: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.RawIOBase):
+        works = False
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: object) -> int:
+            if not self.works:
+                raise OSError(reason, "broken")
+            return len(bytes(data))  # type: ignore[call-overload]
+
+    raw, err = Broken(), Text()
+    out = io.TextIOWrapper(io.BufferedWriter(raw))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    assert exit_code(lambda **options: out.write("x") and None) == code
+    assert err.read_back() == ("" if code == 141 else "error: cannot write the output: broken\n")
+    raw.works = True
+    out.close()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

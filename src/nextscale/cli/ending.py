@@ -170,5 +170,6 @@ def _flushed(code: int) -> int:
             _say(f"error: cannot write the output: {error.strerror}")
         code = code or (UNREAD if _unread(error) else FAILED)
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            out = sys.stdout.fileno()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out)
     return code
