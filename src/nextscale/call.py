@@ -57,6 +57,7 @@ class Call:
         policy = Policy(context) if self.method is None else self.method.start(context)
         traced = self.prompts.traced(self.seeds)
         trace = Trace(Costs.of(pipe.backbone), self.schedule, traced, self.sampling.guided_until)
+        called: list[int] = []
         with bar(pipe.spec.name, len(self.schedule), pipe.progress_bar) as advance:
             run = generate(
                 pipe.backbone,
@@ -69,7 +70,7 @@ class Call:
                 images,
                 trace,
                 self.forced,
-                self._after_scale(executor),
+                self._after_scale(executor, called),
                 executor,
                 advance,
             )
@@ -89,22 +90,29 @@ class Call:
             pipe.require_finite(finite)
         self.clock.mark("done")
         between = self.clock.between
+        aside = sum(between(f"callback {i}", f"after callback {i}") for i in range(len(called)))
         trace.seconds = {
             "text": between("started", "encoded"),
-            "transformer": between("encoded", "generated"),
+            "transformer": max(between("encoded", "generated") - aside, 0.0),
+            **({} if self.callback is None else {"callbacks": aside}),
             "decode": between("generated", "done"),
             "total": between("started", "done"),
         }
         return Output(made, trace, tokens, self.seeds)
 
-    def _after_scale(self, executor: Eager) -> Callback | None:
-        """The user's callback; what it sees must outlive the next scale."""
+    def _after_scale(self, executor: Eager, called: list[int]) -> Callback | None:
+        """The user's callback, with a clock: its time is not the transformer's. `called` gets the scales it saw."""
         callback = self.callback
-        if callback is None or not executor.overwrites:
-            return callback
+        if callback is None:
+            return None
 
         def after(end: ScaleEnd) -> bool | Tensor | None:
-            return callback(end.copied())
+            number = len(called)
+            self.clock.mark(f"callback {number}")
+            called.append(end.scale.index)
+            answer = callback(end.copied() if executor.overwrites else end)  # what it sees must outlive the next scale
+            self.clock.mark(f"after callback {number}")
+            return answer
 
         return after
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.errors import NextscaleError, choices
-from nextscale.writing import require_writable, whole_file
+from nextscale.writing import require_folder, require_writable, whole_file
 
 if TYPE_CHECKING:
     from nextscale.loop import ScaleEnd
@@ -47,12 +48,16 @@ def image_paths(out: str | Path, count: int) -> list[Path]:
     """FILE for one picture, FILE-0, FILE-1, ... for several; checked before anything is computed."""
     path = Path(out)
     known = Image.registered_extensions()
-    if known.get(path.suffix.lower()) not in Image.SAVE:
-        raise NextscaleError(f"cannot write {path.name!r}; allowed endings: {choices(('.png', '.jpg', '.webp'))}, ...")
-    require_writable(path)
-    if count == 1:
-        return [path]
-    return [path.with_stem(f"{path.stem}-{i}") for i in range(count)]
+    try:
+        # Some formats know neither colours nor how to be written here: a small picture finds out.
+        Image.new("RGB", (16, 16)).save(io.BytesIO(), format=known[path.suffix.lower()])
+    except Exception:
+        endings = choices((".png", ".jpg", ".webp"))
+        raise NextscaleError(f"cannot write {path.name!r}; allowed endings: {endings}, ...") from None
+    paths = [path] if count == 1 else [path.with_stem(f"{path.stem}-{i}") for i in range(count)]
+    for each in paths:
+        require_writable(each)
+    return paths
 
 
 class Previews:
@@ -60,10 +65,7 @@ class Previews:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder, self.written = Path(folder), list[Path]()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise NextscaleError(f"cannot write into {folder}: {error.strerror}") from None
+        require_folder(self.folder)
 
     def __call__(self, end: ScaleEnd) -> None:
         pictures = to_pil(end.decode())

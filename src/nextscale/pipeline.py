@@ -22,6 +22,7 @@ from nextscale.images import OUTPUT_TYPES, from_pil
 from nextscale.loop import Callback
 from nextscale.methods import METHODS
 from nextscale.methods.base import Context, Method
+from nextscale.methods.naming import parse_method
 from nextscale.models.base import Backbone
 from nextscale.models.quantize import check_change, check_quantize, to_fp8
 from nextscale.models.registry import EMBEDDED, ModelSpec
@@ -169,7 +170,7 @@ class Pipeline:
         greedy: bool = False,
         smooth: bool | None = None,
         guidance_layers: int | Sequence[int] = (0,),
-        method: Method | None = None,
+        method: Method | str | None = None,
         force_tokens: Sequence[Tensor] | None = None,
         callback_on_scale_end: Callback | None = None,
         output_type: str = "pil",
@@ -185,7 +186,7 @@ class Pipeline:
             guidance_scale: in the model's own convention (VAR: 0 = none, grows with the scale; Infinity: 1 = none).
                 A list has one value per scale.
             height, width | aspect_ratio, pixel_budget: `aspect_ratio` is height / width.
-            method: what is left out of the computation; None computes everything.
+            method: what is left out, as NOVA(t_est=8) or "nova:t_est=8"; None computes everything.
         To tinker with:
             greedy: the likeliest token everywhere. smooth: VAR's Gumbel-softmax option (HART's default).
             guidance_layers: 0 = guide the logits, -n = after the n-th block from the end.
@@ -195,7 +196,7 @@ class Pipeline:
         """
         if output_type not in OUTPUT_TYPES:
             raise NextscaleError(f"unknown output_type {output_type!r}; allowed: {choices(OUTPUT_TYPES)}")
-        check_method(method)
+        method = check_method(method)
         clock, self._clock = self._clock, None  # a callback may call again
         if clock is None or clock.device != self.device:
             clock = Clock(self.device)
@@ -289,7 +290,7 @@ class Pipeline:
         height: int | None = None,
         width: int | None = None,
         batch: int = 1,
-        method: Method | None = None,
+        method: Method | str | None = None,
         text_length: int = 64,
     ) -> Estimate:
         """Memory that a guided call will need. A method only ever needs less KV cache than the plain run."""
@@ -355,6 +356,10 @@ class Pipeline:
             )
 
 
-def check_method(method: Method | None) -> None:
+def check_method(method: Method | str | None) -> Method | None:
+    """A method, also as the command line writes it: "nova:balanced+truncate:1"."""
+    if isinstance(method, str):
+        return parse_method(method)
     if method is not None and not isinstance(method, Method):
         raise NextscaleError(f"method must be a method such as NOVA(), not {method!r}; by name: {choices(METHODS)}")
+    return method

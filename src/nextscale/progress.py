@@ -24,7 +24,7 @@ def bar(text: str, total: int, show: bool | None, data: bool = False) -> Iterato
     )
 
     size = DownloadColumn(binary_units=True) if data else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), size, TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), size, TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(text, total=total)
         yield lambda step: progress.advance(task, step)

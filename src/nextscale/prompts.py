@@ -153,6 +153,8 @@ def _strings(value: Any, name: str) -> list[str]:
     for v in values:
         if not isinstance(v, str):
             raise NextscaleError(f"{name} must be text or a list of texts, not {v!r}")
+        if any("\ud800" <= letter <= "\udfff" for letter in v):  # bytes of a command line that were no UTF-8
+            raise NextscaleError(f"{name} holds broken characters: {v!r}")
     return values
 
 

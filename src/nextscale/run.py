@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from nextscale.errors import NextscaleError
 from nextscale.kv import LayerCache
-from nextscale.methods.base import ScalePlan
 from nextscale.models.base import Backbone
 from nextscale.schedule import Scale, Schedule
+
+if TYPE_CHECKING:
+    from nextscale.methods.base import ScalePlan
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,13 @@ def require_writable(path: Path) -> None:
 
 def require_folder(path: Path) -> None:
     """Complain of a folder that nobody can write into; nothing is made yet."""
+    _require_name(path)
     try:
         there = next(p for p in (path, *path.absolute().parents) if p.exists())
     except OSError as error:
         raise NextscaleError(f"cannot write into {path}: {error.strerror}") from None
+    if there == path and not there.is_dir():
+        raise NextscaleError(f"{path} is a file, not a folder")
     if not there.is_dir():
         raise NextscaleError(f"cannot write into {path}: Not a directory")
     if not os.access(there, os.W_OK | os.X_OK):
@@ -59,13 +62,22 @@ def _finite(value: Any) -> Any:
     return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
+def _require_name(path: Path) -> None:
+    for made in (path, *path.parents):
+        if not os.path.lexists(made) and not made.name.isprintable():
+            raise NextscaleError(f"cannot write {str(path)!r}: a name must not hold control characters or broken text")
+
+
 def _require(path: Path) -> None:
+    _require_name(path)
     try:
-        if path.is_dir():
+        if os.path.isdir(path):
             raise NextscaleError(f"{path} is a folder, not a file name")
-        if path.exists() and not path.is_file():  # /dev/null would be replaced
-            raise NextscaleError(f"cannot write {path}: it is no regular file")
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise NextscaleError(f"cannot write {path}: it is no regular file")  # /dev/null would be replaced
         path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            path.lstat()  # refuses names that are too long
     except OSError as error:
         raise NextscaleError(f"cannot write {path}: {error.strerror}") from None
     if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -99,7 +111,7 @@ def whole_file(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
         os.replace(scratch, path)
     except OSError as error:
         Path(scratch).unlink(missing_ok=True)
-        raise NextscaleError(f"cannot write {path}: {error.strerror}") from None
+        raise NextscaleError(f"cannot write {path}: {error.strerror or error}") from None
     except BaseException:
         Path(scratch).unlink(missing_ok=True)
         raise

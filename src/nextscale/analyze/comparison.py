@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from nextscale.analyze.computed import computed
-from nextscale.analyze.style import literal, quoted, require_matplotlib
+from nextscale.analyze.style import literal, quoted, require_matplotlib, save
 from nextscale.call import Output
 from nextscale.evaluate.psnr import psnr
 from nextscale.images import from_pil
-from nextscale.writing import whole_file
 
 
 def draw_comparison(plain: Output, fast: Output, prompt: str, path: Path) -> str:
@@ -48,9 +47,7 @@ def draw_comparison(plain: Output, fast: Output, prompt: str, path: Path) -> str
         ha="center",
         fontsize=9,
     )
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=110, format=path.suffix.lstrip(".").lower() or "png")
-    pyplot.close(figure)
+    save(figure, path, dpi=110)
     return (
         f"plain {seconds[0]:.2f} s, {name} {seconds[1]:.2f} s: {ratio:.2f}x faster, "
         f"{100 * share:.1f} % of the tokens, {quality}"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from nextscale.errors import NextscaleError
-from nextscale.writing import whole_file
+from nextscale.errors import NextscaleError, readable
+from nextscale.images import save_all
 
 WIDTH = 10.0  # inches; with DPI below, letters stay readable when a page shows the picture 900 pixels wide
 DPI = 120
@@ -42,10 +44,12 @@ def canvas(height: float) -> Any:
     return require_matplotlib().figure(figsize=(WIDTH, height), facecolor="white", layout="constrained")
 
 
-def save(figure: Any, path: Path) -> None:
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=DPI, format=path.suffix.lstrip(".").lower() or "png")
+def save(figure: Any, path: Path, dpi: int = DPI) -> None:
+    """In any format that pictures may have: matplotlib draws, Pillow writes."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=dpi, format="png")
     require_matplotlib().close(figure)
+    save_all([Image.open(drawn).convert("RGB")], [path])
 
 
 def picture(axes: Any, image: Any, title: str = "", **options: Any) -> Any:
@@ -72,7 +76,7 @@ def gradient(count: int) -> list[Any]:
 
 def quoted(prompt: object, most: int = 80) -> str:
     """A prompt as a title shows it: class numbers bare, long texts cut."""
-    text = str(prompt)
+    text = readable(str(prompt))
     if isinstance(prompt, int):
         return f"class {prompt}"
     return f"“{text if len(text) <= most else text[: most - 1].rstrip() + '…'}”"

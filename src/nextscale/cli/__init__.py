@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import sys
+from typing import Annotated
 
-import torch
 import typer
 
 from nextscale.cli.analyze import analyze
 from nextscale.cli.calibrate import app as calibrate
 from nextscale.cli.compare import compare
 from nextscale.cli.convert import convert
+from nextscale.cli.ending import exit_code
 from nextscale.cli.evaluate import app as evaluate
 from nextscale.cli.export import export
 from nextscale.cli.generate import generate
@@ -20,13 +20,13 @@ from nextscale.cli.score import score
 from nextscale.cli.tune import tune
 from nextscale.cli.verify import verify
 from nextscale.cli.words import words
-from nextscale.errors import NextscaleError
+from nextscale.version import __version__
 
 app = typer.Typer(
     help="Fast inference for next-scale image generators (VAR, Infinity, HART).",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # nextscale[plot] is no markup
 )
 app.add_typer(calibrate, name="calibrate")
 app.add_typer(evaluate, name="eval")
@@ -34,14 +34,22 @@ for command in (generate, compare, analyze, words, models, methods, env, verify,
     app.command()(command)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"nextscale {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 def main() -> None:
-    """Exit codes: 0 done, 1 a comparison failed or the device gave up, 2 something given cannot be used."""
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    try:
-        app()
-    except NextscaleError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except torch.OutOfMemoryError as error:
-        typer.echo(f"error: out of memory: {str(error).splitlines()[0]}", err=True)
-        sys.exit(1)
+    """Exit codes: 0 done, 1 a comparison failed or the machine gave up, 2 something given cannot be used,
+    70 a fault of ours, 130 stopped by Ctrl-C, 141 nobody reads the output any more."""
+    sys.exit(exit_code(app))

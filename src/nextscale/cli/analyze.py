@@ -5,14 +5,26 @@ from typing import Annotated, Any
 
 import typer
 
+from nextscale.cli import complete
 from nextscale.cli.generate import read_prompt
-from nextscale.cli.options import Model, PixelBudget, Revision, Vae, Weights, default_device, default_dtype, source_of
-from nextscale.errors import NextscaleError
-from nextscale.methods.naming import parse_methods
+from nextscale.cli.options import (
+    AspectRatio,
+    Device,
+    Dtype,
+    Model,
+    PixelBudget,
+    Prompt,
+    Revision,
+    Vae,
+    Weights,
+    default_device,
+    default_dtype,
+    source_of,
+)
 
 
 def analyze(
-    prompt: Annotated[str, typer.Argument(help="What the picture shows, or a class number for VAR.")],
+    prompt: Prompt,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -32,17 +44,20 @@ def analyze(
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(help="For the kept maps, as in `nextscale compare`. Default: all that choose tokens."),
+        typer.Option(
+            help="For the kept maps, as in `nextscale compare`. Default: all that choose tokens.",
+            autocompletion=complete.methods,
+        ),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="One HTML page with all figures.", show_default=False)] = None,
     model: Model = None,
     weights: Weights = None,
-    seed: int = 0,
-    aspect_ratio: Annotated[float | None, typer.Option(help="height / width", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Of all pictures.")] = 0,
+    aspect_ratio: AspectRatio = None,
     pixel_budget: PixelBudget = None,
     vae: Vae = None,
-    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
-    device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
     revision: Revision = None,
 ) -> None:
     """Draw the papers' figures for a model: entropies, spectra, layers, what methods keep."""
@@ -53,14 +68,13 @@ def analyze(
     from nextscale.analyze.runs import warnings_once
     from nextscale.analyze.study import Study
     from nextscale.analyze.style import require_matplotlib
+    from nextscale.methods.naming import parse_methods
     from nextscale.pipeline import Pipeline
-    from nextscale.writing import require_writable
+    from nextscale.writing import require_folder, require_writable
 
     wanted = get_figures(figures)
     asked = None if methods is None else parse_methods(methods)
-    if out.is_file():
-        raise NextscaleError(f"{out} is a file, not a folder")
-    require_writable(out / "figure.png")
+    require_folder(out)
     if report is not None:
         require_writable(report)
     require_matplotlib()

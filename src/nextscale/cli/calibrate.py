@@ -6,12 +6,23 @@ from typing import Annotated, Any
 
 import typer
 
-from nextscale.cli.options import Model, SkipBad, Vae, Weights, default_device, default_dtype, method_of, source_of
+from nextscale.cli import complete
+from nextscale.cli.options import (
+    Device,
+    Model,
+    Settings,
+    SkipBad,
+    Vae,
+    Weights,
+    default_device,
+    default_dtype,
+    method_of,
+    source_of,
+)
 
 app = typer.Typer(help="Fit a method's settings to a model.", no_args_is_help=True)
 Prompts = Annotated[Path, typer.Option(help="A file with one prompt (or class number) per line, at least 64.")]
 Out = Annotated[Path, typer.Option(help="The JSON file to write.")]
-Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")]
 Guidance = Annotated[float | None, typer.Option(help="Default: what the authors use.")]
 
 
@@ -77,8 +88,10 @@ def skipvar(
 def shares(
     prompts: Prompts,
     out: Out,
-    method: Annotated[str, typer.Option(help="The method to measure.")] = "sparsevar",
-    set_: Annotated[list[str], typer.Option("--set", help="field=value of the method, repeatable.")] = [],  # noqa: B006
+    method: Annotated[
+        str, typer.Option(help="The method to measure, e.g. sparsevar:hart.", autocompletion=complete.methods)
+    ] = "sparsevar",
+    set_: Settings = [],  # noqa: B006
     model: Model = None,
     weights: Weights = None,
     vae: Vae = None,

@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nextscale.cli import complete
 from nextscale.cli.generate import read_prompt
 from nextscale.cli.options import (
+    AspectRatio,
+    Device,
+    Dtype,
     Model,
     PixelBudget,
+    Preset,
+    Prompt,
     Revision,
+    Settings,
     Vae,
     Weights,
     console,
@@ -21,15 +28,14 @@ from nextscale.cli.options import (
     source_of,
 )
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Method
-from nextscale.methods.naming import PLAIN, parse_methods
 
 if TYPE_CHECKING:
     from nextscale.analyze.runs import Made
+    from nextscale.methods.base import Method
 
 
 def compare(
-    prompt: Annotated[str, typer.Argument(help="What the picture shows, or a class number for VAR.")],
+    prompt: Prompt,
     model: Model = None,
     weights: Weights = None,
     methods: Annotated[
@@ -38,21 +44,26 @@ def compare(
             help="Several methods against the plain run, as none,nova:paper,truncate:2: behind a colon a preset's "
             "name or file, a number for the first field, or field=value;field=value. '+' composes.",
             show_default=False,
+            autocompletion=complete.methods,
         ),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="One method against the plain run; several at once as a+b. Default: nova.")
+        str | None,
+        typer.Option(
+            help="One method against the plain run; several at once as a+b. Default: nova.",
+            autocompletion=complete.methods,
+        ),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Stored settings of --method: a name or a file.")] = None,
-    set_: Annotated[list[str], typer.Option("--set", help="field=value of --method, repeatable.")] = [],  # noqa: B006
-    seed: int = 0,
+    preset: Preset = None,
+    set_: Settings = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Of all pictures.")] = 0,
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("compare.png"),
     json_: Annotated[Path | None, typer.Option("--json", help="Write the table as JSON.", show_default=False)] = None,
-    aspect_ratio: Annotated[float | None, typer.Option(help="height / width", show_default=False)] = None,
+    aspect_ratio: AspectRatio = None,
     pixel_budget: PixelBudget = None,
     vae: Vae = None,
-    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
-    device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
     revision: Revision = None,
 ) -> None:
     """Make a picture without and with methods; draw the pictures, their differences and where each computed."""
@@ -99,6 +110,8 @@ def compare(
 
 
 def _methods(several: str | None, one: str | None, preset: str | None, settings: list[str]) -> dict[str, Method | None]:
+    from nextscale.methods.naming import PLAIN, parse_methods
+
     if several is None:
         return {"method": method_of(one or "nova", preset, settings)}
     if one or preset or settings:
@@ -113,6 +126,7 @@ def _print_table(made: Sequence[Made]) -> None:
     from rich.table import Table
 
     from nextscale.evaluate.features import why_missing
+    from nextscale.methods.naming import PLAIN
 
     table = Table("method", box=None, pad_edge=False)
     for name in ("seconds", "ratio", "tokens", "of plain", "PSNR", "SSIM", "perceptual"):

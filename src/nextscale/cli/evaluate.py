@@ -6,7 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from nextscale.cli import complete
 from nextscale.cli.options import (
+    Device,
+    Dtype,
     Model,
     PixelBudget,
     SkipBad,
@@ -24,17 +27,16 @@ Quick = Annotated[bool, typer.Option("--quick", help="4 prompts of each task, on
 Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of each task. Default: all 60.")]
 Seeds = Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")]
 Batch = Annotated[int, typer.Option(min=1, help="Pictures at a time; seconds are per picture of such a batch.")]
-Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")]
-Dtype = Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No bars.")]
 QUICK = 4  # prompts of each task
 
 
 @app.command()
 def scenes(
-    methods: Annotated[str, typer.Option(help="Separated by commas, e.g. none,nova:balanced,truncate:2.")] = (
-        "none,nova:balanced"
-    ),
+    methods: Annotated[
+        str,
+        typer.Option(help="Separated by commas, e.g. none,nova:balanced,truncate:2.", autocompletion=complete.methods),
+    ] = ("none,nova:balanced"),
     out: Out = Path("scenes"),
     quick: Quick = False,
     prompts: Prompts = None,

@@ -6,9 +6,14 @@ from typing import Annotated
 import typer
 
 from nextscale.cli.options import (
+    Device,
+    Dtype,
     Model,
+    OneMethod,
     PixelBudget,
+    Preset,
     Revision,
+    Settings,
     SkipBad,
     Vae,
     Weights,
@@ -27,9 +32,9 @@ def export(
     ] = None,
     model: Model = None,
     weights: Weights = None,
-    method: Annotated[str | None, typer.Option(help="See `nextscale methods`; several as a+b.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Stored settings of the method: a name or a file.")] = None,
-    set_: Annotated[list[str], typer.Option("--set", help="field=value of the method, repeatable.")] = [],  # noqa: B006
+    method: OneMethod = None,
+    preset: Preset = None,
+    set_: Settings = [],  # noqa: B006
     shard: Annotated[str, typer.Option(help="i/n: only the i-th of n parts, from 1.")] = "1/1",
     resume: Annotated[bool, typer.Option("--resume", help="Make what is missing in a folder begun before.")] = False,
     skip_bad: SkipBad = False,
@@ -44,8 +49,8 @@ def export(
     pixel_budget: PixelBudget = None,
     vae: Vae = None,
     text_encoder: Annotated[str | None, typer.Option(help="T5 folder or hub repository.", show_default=False)] = None,
-    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
-    device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
     revision: Revision = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no summary.")] = False,
 ) -> None:

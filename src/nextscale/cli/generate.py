@@ -5,10 +5,18 @@ from typing import Annotated
 
 import typer
 
+from nextscale.cli import complete
 from nextscale.cli.options import (
+    AspectRatio,
+    Device,
+    Dtype,
     Model,
+    OneMethod,
     PixelBudget,
+    Preset,
+    Prompt,
     Revision,
+    Settings,
     Vae,
     Weights,
     default_device,
@@ -18,34 +26,42 @@ from nextscale.cli.options import (
 )
 from nextscale.errors import NextscaleError
 
+MAX_IMAGES = 1000  # they are made in one batch
+
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the picture shows, or a class number for VAR.")],
+    prompt: Prompt,
     model: Model = None,
     weights: Weights = None,
     seed: Annotated[int, typer.Option(help="The i-th picture gets seed + i.")] = 0,
     out: Annotated[Path, typer.Option(help="The picture; several are numbered FILE-0, FILE-1, ...")] = Path("out.png"),
-    images: Annotated[int, typer.Option(min=1, help="Pictures of the prompt.")] = 1,
-    negative_prompt: Annotated[str | None, typer.Option(show_default=False)] = None,
+    images: Annotated[int, typer.Option(min=1, max=MAX_IMAGES, help="Pictures of the prompt.")] = 1,
+    negative_prompt: Annotated[
+        str | None, typer.Option(help="What it should not show; not for VAR.", show_default=False)
+    ] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="Default: what the authors use.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Default: what the authors use.")] = None,
     top_k: Annotated[int | None, typer.Option(help="0 = off. Default: what the authors use.")] = None,
     top_p: Annotated[float | None, typer.Option(help="0 = off. Default: what the authors use.")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token everywhere.")] = False,
-    method: Annotated[str | None, typer.Option(help="See `nextscale methods`; several as a+b.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Stored settings of the method: a name or a file.")] = None,
-    set_: Annotated[list[str], typer.Option("--set", help="field=value of the method, repeatable.")] = [],  # noqa: B006
-    height: Annotated[int | None, typer.Option(show_default=False)] = None,
-    width: Annotated[int | None, typer.Option(show_default=False)] = None,
-    aspect_ratio: Annotated[float | None, typer.Option(help="height / width", show_default=False)] = None,
+    method: OneMethod = None,
+    preset: Preset = None,
+    set_: Settings = [],  # noqa: B006
+    height: Annotated[int | None, typer.Option(help="Pixels; with --width.", show_default=False)] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels; with --height.", show_default=False)] = None,
+    aspect_ratio: AspectRatio = None,
     pixel_budget: PixelBudget = None,
     vae: Vae = None,
     text_encoder: Annotated[str | None, typer.Option(help="T5 folder or hub repository.", show_default=False)] = None,
-    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
-    device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
-    runtime: Annotated[str, typer.Option(help="eager, compiled or graphs; for one picture eager starts fastest.")] = (
-        "eager"
-    ),
+    dtype: Dtype = None,
+    device: Device = None,
+    runtime: Annotated[
+        str,
+        typer.Option(
+            help="eager, compiled or graphs; for one picture eager starts fastest.",
+            autocompletion=complete.one_of(complete.RUNTIMES),
+        ),
+    ] = "eager",
     quantize: Annotated[str | None, typer.Option(help="fp8: 8-bit weights and activations on a GPU.")] = None,
     revision: Revision = None,
     preview: Annotated[

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.console import Console
 
+from nextscale.cli import complete
 from nextscale.errors import NextscaleError
-from nextscale.methods import Compose, Method, get_method
-from nextscale.methods.naming import read_field
-from nextscale.models.registry import EMBEDDED, get_model
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nextscale.methods import Method
+
+Prompt = Annotated[str, typer.Argument(help="What the picture shows, or a class number for VAR.")]
 PixelBudget = Annotated[
-    str | None, typer.Option(help="0.06M, 0.25M, 0.60M, 1M, or 4M, which is beyond all training", show_default=False)
+    str | None,
+    typer.Option(
+        help="0.06M, 0.25M, 0.60M, 1M, or 4M, which is beyond all training",
+        show_default=False,
+        autocompletion=complete.one_of(complete.PIXEL_BUDGETS),
+    ),
 ]
+AspectRatio = Annotated[float | None, typer.Option(help="height / width", show_default=False)]
 Model = Annotated[
     str | None,
     typer.Option(
-        help="See `nextscale models`; default: the small one that comes with the package.", show_default=False
+        help="See `nextscale models`; default: the small one that comes with the package.",
+        show_default=False,
+        autocompletion=complete.one_of(complete.MODELS),
     ),
 ]
 Weights = Annotated[
@@ -34,40 +43,68 @@ SkipBad = Annotated[
     typer.Option("--skip-bad", help="Leave out and list prompts that cannot be drawn, instead of stopping."),
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.", show_default=False)]
+OneMethod = Annotated[
+    str | None,
+    typer.Option(
+        help="See `nextscale methods`; with settings as nova:balanced, several at once as nova:balanced+truncate:1.",
+        autocompletion=complete.methods,
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="Stored settings of the method: a name or a file.", autocompletion=complete.presets),
+]
+Settings = Annotated[list[str], typer.Option("--set", help="field=value of the method, repeatable.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="Default: bfloat16 on a GPU, else float32.", autocompletion=complete.one_of(complete.DTYPES)),
+]
+Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")]
 
 
 def console() -> Console:
-    """On a pipe there is no width to respect, and a cut name is no name."""
-    return Console(width=None if sys.stdout.isatty() else 200)
+    """On a pipe or a narrow terminal, long lines: a cut name is no name. What is shown is no markup."""
+    from rich.console import Console
+
+    plain = Console(markup=False, emoji=False, highlight=False)
+    if not sys.stdout.isatty():
+        plain.width = 200
+    return plain if plain.width >= 80 else Console(width=80, markup=False, emoji=False, highlight=False)
 
 
 def source_of(model: str | None, weights: str | None) -> str:
+    from nextscale.models.registry import EMBEDDED, get_model
+
     if model is not None:
         get_model(model)
     return weights or model or EMBEDDED.name
 
 
 def method_of(name: str | None, preset: str | None, settings: list[str]) -> Method | None:
-    """`--method nova --preset paper --set alpha=0.4`; parts of a composition are joined by '+'."""
-    if name is None:
-        if preset or settings:
-            raise NextscaleError("--preset and --set need --method")
-        return None
-    parts = name.split("+")
-    if len(parts) > 1:
-        if preset or settings:
-            raise NextscaleError("--preset and --set are for one method; give a composition as its parts alone")
-        return Compose(tuple(get_method(part)() for part in parts))
-    cls = get_method(name)
-    method = cls() if preset is None else cls.preset(preset)
+    """`--method nova --preset paper --set alpha=0.4`, or the same in one word: `nova:paper;alpha=0.4`."""
+    from nextscale.methods import Compose
+    from nextscale.methods.naming import parse_method, with_settings
+
+    method = None if name is None else parse_method(name)
+    if not preset and not settings:
+        return method
+    if name is None or method is None:
+        raise NextscaleError("--preset and --set need --method")
+    if isinstance(method, Compose):
+        raise NextscaleError("--preset and --set are for one method; write those of a composition's parts behind ':'")
+    if preset:
+        if ":" in name:
+            raise NextscaleError(f"--preset is for a method's bare name, and --method {name} has settings of its own")
+        method = type(method).preset(preset)
     wrong = next((s for s in settings if "=" not in s), None)
     if wrong is not None:
         raise NextscaleError(f"--set {wrong!r} is not of the form field=value")
-    # All at once: fields may only be right together.
-    return dataclasses.replace(method, **{k: v for s in settings for k, v in read_field(method, s).items()})
+    return with_settings(method, settings)
 
 
 def default_device() -> str:
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -6,13 +6,16 @@ from typing import Annotated
 
 import typer
 
-from nextscale.cli.evaluate import Batch, Device, Dtype, Out, Prompts, Quick, Quiet, Seeds, make_bench
-from nextscale.cli.options import Model, PixelBudget, SkipBad, Weights
+from nextscale.cli import complete
+from nextscale.cli.evaluate import Batch, Out, Prompts, Quick, Quiet, Seeds, make_bench
+from nextscale.cli.options import Device, Dtype, Model, PixelBudget, SkipBad, Weights
 from nextscale.errors import NextscaleError
 
 
 def tune(
-    method: Annotated[str, typer.Argument(help="See `nextscale methods`.")],
+    method: Annotated[
+        str, typer.Argument(help="See `nextscale methods`.", autocompletion=complete.one_of(complete.METHODS))
+    ],
     preset: Annotated[Path, typer.Option(help="The JSON file to write; --preset FILE reads it.")],
     max_drop: Annotated[
         list[str], typer.Option(help="What may be lost: scenes=0.01, ssim=0.02, perceptual=0.2. Repeatable.")

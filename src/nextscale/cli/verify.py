@@ -38,6 +38,7 @@ def verify(
 
 def show(report: Report) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for title, justify in (
@@ -50,12 +51,11 @@ def show(report: Report) -> None:
     table.add_column("", no_wrap=True)
     for c in report.checks:
         if c.tolerance == 0:
-            error, allowed, verdict = f"{c.error:g}", "equal", "equal" if c.ok else "[red]NOT EQUAL[/red]"
+            error, allowed, verdict = f"{c.error:g}", "equal", "equal" if c.ok else "NOT EQUAL"
         else:
-            error, allowed, verdict = f"{c.error:.1e}", f"{c.tolerance:g}", "ok" if c.ok else "[red]OFF[/red]"
-        table.add_row(
-            c.quantity, str(c.tensors), error, allowed, verdict if c.ok else f"{verdict}, first {c.first_off}"
-        )
+            error, allowed, verdict = f"{c.error:.1e}", f"{c.tolerance:g}", "ok" if c.ok else "OFF"
+        told = Text(verdict) if c.ok else Text.assemble((verdict, "red"), f", first {c.first_off}")
+        table.add_row(c.quantity, str(c.tensors), error, allowed, told)
     console().print(table)
     if report.mutated:
         typer.echo(f"one number of {report.mutated} was changed before the runs")

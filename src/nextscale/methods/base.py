@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -247,12 +248,14 @@ class Method(ABC):
     def preset(cls: type[M], name: str) -> M:
         """A stored configuration, by name or as a file."""
         path = stored(cls.name, name)
-        if not path.is_file():
+        if not os.path.isfile(path):
             have = stored_names(cls.name)
             raise NextscaleError(f"{cls.name} has no preset {name!r}; allowed: {choices(have) or 'none'}, or a file")
         content = read_stored(path)
         if content["name"] != cls.name:
             raise NextscaleError(f"{path} is a preset of {content['name']}, not of {cls.name}")
+        if not isinstance(content.get("fields"), dict):
+            raise NextscaleError(f"{path} is not a stored method: it needs 'name' and 'fields'")
         return cls.from_fields(content["fields"])
 
     def __add__(self, other: Method) -> Method:
@@ -263,7 +266,8 @@ class Method(ABC):
     def require(self, name: str, low: float, high: float, *, above: bool = False, below: bool = False) -> None:
         """Check a field's range; `above` and `below` leave out the ends."""
         value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int) and not isinstance(value, bool)
+        number = number or (isinstance(value, float) and math.isfinite(value))
         inside = number and low <= value <= high and not (above and value == low) and not (below and value == high)
         if not inside:
             interval = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
@@ -279,7 +283,7 @@ def read_stored(path: Path) -> dict[str, Any]:
     """A method or preset in a JSON file."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NextscaleError(f"{path} is not a stored method: {error}") from None
     return check_stored(content, str(path))
 

@@ -1,0 +1,5 @@
+"""`python -m nextscale`."""
+
+from nextscale.cli import main
+
+main()
