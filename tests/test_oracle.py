@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from conftest import DATA
-from nextscale import NOVA, FastVAR, SkipVAR, SparseVAR, ToProVAR
+from nextscale import NOVA, FastVAR, RandomSelection, SkipVAR, SparseVAR, ToProVAR
 from oracles.fastvar import Fast
+from oracles.maths import highest, uniform
 from oracles.nova import Nova, restored
 from oracles.skipvar import Skip
 from oracles.sparsevar import Sparse
@@ -107,6 +108,7 @@ NOVA_CASES = {
     ),
     "likely codes": ({"probe": "lens_topk", "restore_mode": "nearest"}, {"codes": 6}, {"var": 139, "hart": 139}),
 }
+WIDE = {"aspect_ratio": 0.571}
 NOVA_RUNS = [(name, model) for name, case in NOVA_CASES.items() for model in case[2]]
 
 
@@ -128,6 +130,16 @@ def test_nova_with_the_layer_means_of_the_scale_before(request, model: str, seed
     check_nova(out, run, method, {"probe": "previous"}, first_only=True)
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"metric": "attention"}, {"probe": "previous", "layer_linkage": False}], ids=str
+)
+def test_nova_on_wide_grids(infinity, fields: dict) -> None:
+    method = literal(**fields)
+    out, run = record(infinity, method, seed=[140, 141], **WIDE)
+    assert all(h != w for h, w in (s.grid for s in run.scales[3:]))
+    check_nova(out, run, method, fields)
+
+
 # The representative scale is 6/13 of the schedule: the third of 7, the fourth of 8.
 TOPRO_CASES = {
     "plain": ({"tau": 0.45, "a_max": 0.9}, {"var": 145, "infinity": 141, "hart": 140}),
@@ -147,7 +159,13 @@ def test_toprovar(request, name: str, model: str) -> None:
     fields, seeds = TOPRO_CASES[name]
     method, seed = ToProVAR(**fields), seeds[model]
     out, run = record(request.getfixturevalue(model), method, seed=[seed, seed + 1])
-    assert check_toprovar(out, run, method)
+    check_toprovar(out, run, method)
+
+
+def test_toprovar_on_wide_grids(infinity) -> None:
+    method = ToProVAR(tau=0.45, a_max=0.9, restore_mode="bilinear")
+    out, run = record(infinity, method, seed=[151, 152], **WIDE)
+    check_toprovar(out, run, method)
 
 
 def topro(run, image: int, m: ToProVAR) -> Topro:
@@ -168,7 +186,7 @@ def topro(run, image: int, m: ToProVAR) -> Topro:
     )
 
 
-def check_toprovar(out, run, m: ToProVAR) -> bool:
+def check_toprovar(out, run, m: ToProVAR) -> None:
     for image, traced in enumerate(out.trace.to_dict()["images"]):
         want = topro(run, image, m)
         assert want.margins.smallest > CLEAR
@@ -182,7 +200,6 @@ def check_toprovar(out, run, m: ToProVAR) -> bool:
                 if t >= want.first:
                     check_holes(run, t, layer, cells, image, "residual", m.restore_mode)
         assert sum(not mask.all() for mask in want.kept.values()) >= 4
-    return True
 
 
 @pytest.mark.parametrize(
@@ -198,9 +215,19 @@ def check_toprovar(out, run, m: ToProVAR) -> bool:
 )
 def test_sparsevar(request, model: str, seed: int, tau: float, block: float) -> None:
     """Three sparse scales; `block` 1 is the last one, however blocks are counted."""
-    index = 3 if block else 0
     m = SparseVAR(start_scale=0.7, tau=tau, block=block, anchor=3, similarity=0.95)
     out, run = record(request.getfixturevalue(model), m, seed=[seed, seed + 1])
+    check_sparsevar(out, run, m)
+
+
+def test_sparsevar_on_wide_grids(infinity) -> None:
+    m = SparseVAR(start_scale=0.7, tau=0.95, block=1.0, anchor=3, similarity=0.95)
+    out, run = record(infinity, m, seed=[144, 145], **WIDE)
+    check_sparsevar(out, run, m)
+
+
+def check_sparsevar(out, run, m: SparseVAR) -> None:
+    index = 3 if m.block else 0
     first = 4 if len(run.scales) == 7 else 5
     for image, traced in enumerate(out.trace.to_dict()["images"]):
         want = Sparse(run, image, first=first, block=index, tau=m.tau, anchor=m.anchor, similarity=m.similarity)
@@ -257,3 +284,23 @@ def test_skipvar(request, model: str, preview: tuple[int, int]) -> None:
         assert [e["rows"] for e in traced["scales"]] == rows
         answers.add(tuple(rows))
     assert len(answers) > 1, "these images decide differently"
+
+
+def test_random_selection_keeps_as_many_and_any(infinity) -> None:
+    like = literal()
+    out, run = record(infinity, RandomSelection(like, seed=5), seed=[139, 140])
+    found = {}
+    for image, traced in enumerate(out.trace.to_dict()["images"]):
+        for t, entry in enumerate(traced["scales"]):
+            for layer, told in enumerate(entry["layers"]):
+                if not entry["ratio"]:
+                    assert told["kept"] == run.scales[t].tokens
+                    continue
+                n = run.scales[t].tokens
+                assert told["kept"] == max(n - int(np.floor(told["ratio"] * n)), 1)
+                key = f"5/{t}/{layer}/{('self', 'cross', 'ffn')}".encode()
+                order = uniform(n, int.from_bytes(key, "little") % (2**31 - 1))
+                cells, _ = highest(order, told["kept"])
+                check_cells(out, run, image, t, layer, cells)
+                found[t, layer] = tuple(np.argsort(order))
+    assert len(set(found.values())) == len(found) > 4, "every layer draws for itself"
