@@ -105,6 +105,12 @@ def test_a_part_without_activation_leaves_it_to_the_others(infinity) -> None:
     assert activations(out)[0]["scale"] == 6
 
 
+def test_parts_alone(infinity) -> None:
+    assert rows(run(infinity, "plain", None)).tolist() == [[2] * 7] * 3
+    assert rows(run(infinity, "drop", DropGuidance(5))).tolist() == [[2] * 4 + [1] * 3] * 3
+    assert rows(run(infinity, "truncate", Truncate(1))).tolist() == [[2] * 6 + [0]] * 3
+
+
 def test_stop_is_stronger_than_skip_and_skip_than_run(infinity) -> None:
     """FastVAR skips the last scale of seven, and thins out the one before; Truncate stops there."""
     plain = run(infinity, "plain", None)

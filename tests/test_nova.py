@@ -165,6 +165,9 @@ def test_keep_highest() -> None:
     wide = keep_highest(score, torch.tensor([2, 4]), capacity=5)
     assert wide.index.shape == (2, 5)
     assert torch.equal(wide.mask(5), chosen.mask(5))
+    narrow = keep_highest(score, torch.tensor([2, 4]), capacity=3)
+    assert narrow.count.tolist() == [2, 3], "no more cells than there is room for"
+    assert narrow.mask(5).tolist() == [[False, True, True, False, False], [True, True, True, False, False]]
 
 
 @pytest.mark.parametrize("empty", [False, True])
