@@ -43,12 +43,14 @@ def activations(out) -> list[dict]:
 def check(pipe, out, parts: list, selecting) -> None:
     """Rows are the fewest that a part leaves, and the cells are those of the part that selects."""
     assert np.array_equal(rows(out), np.minimum.reduce([rows(part) for part in parts]))
+    plain = run(pipe, "plain", None).tokens
     both = (o.trace.to_dict()["images"] for o in (out, selecting))
     for image, (ours, theirs) in enumerate(zip(*both, strict=True)):
         ran = [e["scale"] for e in ours["scales"] if e["ran"]]
         first = theirs["activation"]["scale"]
         assert first is None or first not in ran or ours["activation"] == theirs["activation"]
         for t in ran:
+            assert torch.equal(out.tokens[t - 1][image], plain[t - 1][image]), "the tokens that were asked for"
             entropies = (traced["scales"][t - 1]["entropy"] for traced in (ours, theirs))
             assert next(entropies) == pytest.approx(next(entropies), abs=1e-5)
             for layer in range(1, pipe.backbone.depth + 1):
