@@ -7,6 +7,7 @@ import torch
 
 from nextscale import NOVA, FastVAR, SparseVAR, ToProVAR
 from nextscale.methods.base import Context, Stats
+from nextscale.methods.selection import Selection
 from nextscale.run import Rows
 from nextscale.sampling import Sampling
 from nextscale.schedule import Schedule
@@ -177,3 +178,9 @@ def test_fastvar_keeps_the_cells_far_from_the_mean() -> None:
     x[0, 0] = 9.0
     kept = hand.run(4, x=x)[0]
     assert torch.equal(kept, x != 1.0)
+
+
+def test_context_tokens_in_front_are_always_chosen() -> None:
+    chosen = Selection(torch.tensor([[1, 3], [2, 3]]), torch.tensor([2, 1])).behind(2)
+    expected = [[True, True, False, True, False, True], [True, True, False, False, True, False]]
+    assert chosen.mask(6).tolist() == expected
