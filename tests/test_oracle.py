@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import DATA
-from nextscale import NOVA, FastVAR, RandomSelection, SkipVAR, SparseVAR, ToProVAR
+from nextscale import NOVA, FastVAR, RandomSelection, SkipVAR, SparseVAR, ToProVAR, Truncate
 from oracles.fastvar import Fast
 from oracles.maths import highest, uniform
 from oracles.nova import Nova, restored
@@ -304,3 +304,11 @@ def test_random_selection_keeps_as_many_and_any(infinity) -> None:
                 check_cells(out, run, image, t, layer, cells)
                 found[t, layer] = tuple(np.argsort(order))
     assert len(set(found.values())) == len(found) > 4, "every layer draws for itself"
+
+
+def test_guidance_and_temperature(var) -> None:
+    _, run = record(var, Truncate(0), temperature=0.7)
+    for weight, scale in zip(RAMP, run.scales, strict=True):
+        conditional, unconditional = np.split(scale.raw, 2) if len(scale.raw) == 4 else (scale.raw, scale.raw)
+        expected = (weight * conditional + (1 - weight) * unconditional) / 0.7
+        assert np.abs(scale.guided - expected).max() < 1e-4
