@@ -28,6 +28,7 @@ from nextscale.errors import NextscaleError
 from nextscale.methods import METHODS as REGISTERED
 from nextscale.methods import from_dict
 from nextscale.runtime import eager
+from nextscale.testing import tiny_infinity
 
 try:
     import jsonschema
@@ -55,7 +56,7 @@ METHODS = {
     "nova, zero": NOVA(t_est=2, alpha=0.0, cache="zero"),
     "nova, guided": NOVA(t_est=2, alpha=0.0, entropy_of="guided", unit="bit"),
     "nova, bounded": NOVA(t_est=2, alpha=0.0, max_layer_keep=0.3, tau=3.0),
-    "nova, empty layers": NOVA(t_est=2, alpha=0.0, allow_empty=True, tau=0.3),
+    "nova, steep": NOVA(t_est=2, alpha=0.0, tau=0.3),
     "toprovar": ToProVAR(tau=0.45, a_max=0.9),
     "toprovar, previous layer": ToProVAR(tau=0.5, entropy_from="previous_layer", restore_mode="bilinear"),
     "toprovar, nothing": ToProVAR(tau=0.45, a_max=0.9, uncomputed="nothing"),
@@ -124,8 +125,14 @@ def test_3_a_batch_equals_single_runs(model, method) -> None:
         single = ask(pipe, 1, first=i, method=method, **size)
         assert all(torch.equal(b[i : i + 1], s) for b, s in zip(batch.tokens, single.tokens, strict=True))
         alone = single.trace.to_dict()["images"][0]
-        assert alone["tokens_computed"] == traced[i]["tokens_computed"]
+        assert computed(alone) == computed(traced[i])
+        assert alone["stopped_after"] == traced[i]["stopped_after"]
         assert alone["activation"]["star"] == traced[i]["activation"]["star"]
+
+
+def computed(traced: dict) -> list[tuple[int, list[int]]]:
+    """Rows of every scale, and tokens of its layers."""
+    return [(e["rows"], [layer["kept"] for layer in e["layers"]]) for e in traced["scales"]]
 
 
 def test_4_the_same_random_numbers_with_and_without(model, method, monkeypatch) -> None:
@@ -151,6 +158,12 @@ def test_4_the_same_random_numbers_with_and_without(model, method, monkeypatch) 
 def test_images_of_the_matrix_activate_at_different_scales(request, name: str) -> None:
     traced = ask(request.getfixturevalue(name), 3, method=METHODS["nova"]).trace.to_dict()["images"]
     assert len({image["activation"]["star"] for image in traced}) > 1
+
+
+def test_images_of_the_matrix_stop_at_different_scales(model) -> None:
+    pipe, size = model
+    traced = ask(pipe, 3, method=METHODS["skipvar"], **size).trace.to_dict()["images"]
+    assert len({tuple(e["rows"] for e in image["scales"]) for image in traced}) > 1
 
 
 def test_5_the_trace_adds_up(model, method, monkeypatch) -> None:
@@ -192,6 +205,22 @@ def test_5_the_trace_adds_up(model, method, monkeypatch) -> None:
                 cells = out.trace.kept(image["index"], e["scale"], layer["layer"])
                 assert cells.shape == tuple(e["grid"])
                 assert cells.sum() == layer["kept"]
+
+
+@pytest.fixture(scope="module")
+def half():
+    return tiny_infinity().to(dtype="bfloat16")
+
+
+def test_6_the_stream_stays_float32_in_half_precision(half, method) -> None:
+    """What fills the holes is stored as exactly as layers compute, and must not make the others as coarse."""
+    kinds = set()
+
+    def look(end) -> None:
+        kinds.add((end.hidden.dtype, end.raw_logits.dtype, bool(torch.isfinite(end.raw_logits).all())))
+
+    ask(half, 2, method=method, callback_on_scale_end=look, output_type="latent")
+    assert kinds == {(torch.float32, torch.float32, True)}
 
 
 def test_methods_and_json(method) -> None:

@@ -165,6 +165,20 @@ def test_keep_highest() -> None:
     wide = keep_highest(score, torch.tensor([2, 4]), capacity=5)
     assert wide.index.shape == (2, 5)
     assert torch.equal(wide.mask(5), chosen.mask(5))
+    narrow = keep_highest(score, torch.tensor([2, 4]), capacity=3)
+    assert narrow.count.tolist() == [2, 3], "no more cells than there is room for"
+    assert narrow.mask(5).tolist() == [[False, True, True, False, False], [True, True, True, False, False]]
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_at_least_one_token_stays(empty: bool) -> None:
+    """Ratios are clipped below 1, so that `allow_empty` has nothing to allow."""
+    rule = Linkage(linked=True, empty=empty)
+    for tokens in (1, 2, 3, 100, 4096, 16129):
+        notes = torch.zeros(2, 4, 1, dtype=torch.float64)
+        for layer, mean in enumerate((1.0, 1e-9)):  # the second layer is far surer than the first
+            rule.note(torch.tensor([mean]).double(), torch.ones(1).double(), notes, layer, tokens)
+        assert notes[:, 3, 0].tolist() == [1, 1]
 
 
 def test_token_entropy() -> None:

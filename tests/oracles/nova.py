@@ -1,0 +1,163 @@
+"""NOVA's eq. 4 to 16, with its literal ranking: every layer by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .maths import Margins, Recording, resize, resize_cells, token_entropy, uniform
+
+
+class Nova:
+    """What NOVA decides about one image of a recorded run; scales and layers count from 0 in its tables."""
+
+    def __init__(
+        self,
+        run: Recording,
+        image: int,
+        *,
+        t_est: int,
+        alpha: float,
+        tau: float = 0.8,
+        lam: float = 0.1,
+        ratios: dict[int, float] | None = None,  # of a table, by scale: instead of eq. 11
+        layer_linkage: bool = True,
+        metric: str = "entropy",
+        probe: str = "lens",
+        first_layer: int = 0,  # layers before it use the map of the scale before, and do not count in eq. 12
+        codes: int | None = None,  # of a codebook: the lens looks at so many of the likeliest ones
+        unit: str = "token",
+        guidance: tuple[float, ...] | None = None,  # weights, if entropies are those of the guided prediction
+        most_kept: float = 1.0,
+        mode: str = "bilinear",
+    ) -> None:
+        self.run, self.image, self.margins = run, image, Margins()
+        self.metric, self.probe, self.first_layer = metric, probe, first_layer
+        self.codes, self.unit, self.guidance, self.mode, self.linked = codes, unit, guidance, mode, layer_linkage
+        self.final = [self._entropy(self._seen(s)) for s in run.scales]  # eq. 4, [N] of every scale
+        self.mean = [float(f.mean()) for f in self.final]  # eq. 7
+        self.growth = {t: b - a for t, (a, b) in enumerate(zip(self.mean, self.mean[1:], strict=False), start=1)}
+        self._find_star(t_est, alpha)
+        self.ratio, self.layer_mean, self.layer_ratio = {}, {}, {}
+        self.kept: dict[tuple[int, int], np.ndarray] = {}
+        self.attention: dict[int, np.ndarray] = {}  # of the newest scale, by layer
+        self.learned: list[float] = []  # layer means of the last complete scale
+        for t in range(len(run.scales)):
+            self.ratio[t] = self._scale_ratio(t, tau, lam, ratios)
+            for layer in range(run.depth):
+                self._decide(t, layer, most_kept)
+            if metric == "attention":
+                self._attend(t)
+            if not self.ratio[t]:
+                self.learned = [float(self._lens(t, j).mean()) for j in range(run.depth)] if t >= t_est else []
+
+    # When (eq. 8 to 10)
+
+    def _find_star(self, t_est: int, alpha: float) -> None:
+        g = self.growth
+        self.eta = float(np.mean([g[t] for t in range(1, t_est)]))
+        self.smoothed = {t: (g[t] + g[t - 1]) / 2 for t in range(t_est, len(self.run.scales))}
+        self.star = None
+        for t, value in self.smoothed.items():
+            if self.eta > 0:
+                self.margins.of(value - alpha * self.eta)
+            if self.eta <= 0 or value <= alpha * self.eta:
+                self.star = t
+                return
+
+    # How many (eq. 11 to 13)
+
+    def _scale_ratio(self, t: int, tau: float, lam: float, table: dict[int, float] | None) -> float:
+        if self.star is None or t <= self.star:
+            return 0.0
+        if table is not None:
+            return table.get(t, 0.0)
+        ratio = 1 / (1 + np.exp(-(t - (self.star + 1)) / tau)) - lam * np.tanh(self.growth[t - 1])
+        return float(np.clip(ratio, 0, 1))
+
+    def _decide(self, t: int, layer: int, most_kept: float) -> None:
+        n, ratio = self.run.scales[t].tokens, self.ratio[t]
+        if not ratio:
+            return
+        entropy, mean = self._layer_entropy(t, layer)
+        self.layer_mean[t, layer] = mean
+        if self.linked and layer > self.first_layer:
+            mu = np.mean([self.layer_mean[t, j] for j in range(self.first_layer, layer)])
+            ratio = ratio * (1 - (mean - mu) / mu)
+        clipped = float(np.clip(ratio, 1 - most_kept, 1))
+        self.layer_ratio[t, layer] = clipped
+        dropped = self.margins.floor(ratio * n) if clipped == ratio < 1 else int(np.floor(clipped * n))
+        count = max(n - dropped, 1)
+        self.kept[t, layer] = self.margins.keep(self._score(t, layer, entropy), count)
+
+    # Which
+
+    def _score(self, t: int, layer: int, entropy: np.ndarray) -> np.ndarray:
+        grid = self.run.scales[t].grid
+        before = self.run.scales[t - 1]
+        if self.metric == "attention":  # attention that is spread over everything looks at nothing
+            return -resize_cells(self.attention[layer], before.grid, grid, self.mode)
+        if self.metric == "mse":
+            key = self._group(t - 1, layer)
+            change = ((before.outputs[key] - before.inputs[key])[self.image] ** 2).mean(-1)
+            return resize_cells(change, before.grid, grid, self.mode)
+        if self.metric == "random":
+            return uniform(self.run.scales[t].tokens, seed=t)
+        return entropy
+
+    # Entropies
+
+    def _seen(self, scale) -> np.ndarray:
+        return (scale.raw if self.guidance is None else scale.guided)[self.image]
+
+    def _entropy(self, logits: np.ndarray) -> np.ndarray:
+        return token_entropy(logits, self.run.bits, self.unit)
+
+    def _group(self, t: int, layer: int):
+        return next(key for key in self.run.scales[t].inputs if key[0] == layer)
+
+    def _lens(self, t: int, layer: int) -> np.ndarray:
+        x, i = self.run.scales[t].inputs[self._group(t, layer)], self.image
+        logits = self.run.lens(x[[i]], [i])[0]
+        if self.guidance is not None and len(x) > self.run.images and self.guidance[t] != 1:
+            other = self.run.images + i
+            logits = self.guidance[t] * logits + (1 - self.guidance[t]) * self.run.lens(x[[other]], [other])[0]
+        if self.codes is not None and t:
+            seen = self._seen(self.run.scales[t - 1])
+            p = np.exp(seen - seen.max(-1, keepdims=True))
+            likely = (p / p.sum(-1, keepdims=True)).mean(0)
+            best = np.sort(likely)[::-1]
+            if self.codes < len(likely):
+                self.margins.of((best[self.codes - 1] - best[self.codes]) / best[0])
+            logits = logits[:, np.argsort(-likely)[: self.codes]]
+        return self._entropy(logits)
+
+    def _layer_entropy(self, t: int, layer: int) -> tuple[np.ndarray, float]:
+        if self.probe == "previous" or layer < self.first_layer:
+            before = self.run.scales[t - 1]
+            map_ = resize_cells(self.final[t - 1], before.grid, self.run.scales[t].grid, self.mode)
+            known = self.probe == "previous" and self.linked and self.learned
+            return map_, self.learned[layer] if known else float(map_.mean())
+        found = self._lens(t, layer)
+        return found, float(found.mean())
+
+    def _attend(self, t: int) -> None:
+        """Attention entropy of every cell; one that was not computed keeps what was known of it."""
+        scale, counts = self.run.scales[t], {key: int(mask.sum()) for key, mask in self.kept.items()}
+        for layer in range(self.run.depth):
+            new = self.run.attention_entropy(t, layer, self.image, counts)
+            if (t, layer) in self.kept:
+                grid = self.run.scales[t - 1].grid
+                whole = resize_cells(self.attention[layer], grid, scale.grid, self.mode)
+                whole[self.kept[t, layer]] = new
+                new = whole
+            self.attention[layer] = new
+
+
+def restored(run: Recording, t: int, key, cache: str, mode: str) -> np.ndarray:
+    """Eq. 15 and 16: what every cell of scale t gets behind a layer if it is dropped there, [R, N, C]."""
+    x, before, grid = run.scales[t].inputs[key], run.scales[t - 1], run.scales[t].grid
+    if cache == "zero":
+        return x
+    if cache == "feature":
+        return resize(before.outputs[key], before.grid, grid, mode)
+    return x + resize(before.outputs[key] - before.inputs[key], before.grid, grid, mode)
