@@ -126,7 +126,15 @@ def test_export(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("nextscale.export.folder.Folder.check", check)
     monkeypatch.setattr("nextscale.export.run.export", export)
     values = {"benchmark": "dpg", "out": tmp_path, "prompts": tmp_path / "p", "images": 5, "seed": 41, **METHOD}
-    values |= {"shard": "2/3", "resume": True, "batch": 7, "text_encoder": "t5", "quiet": True, **LOADED}
+    values |= {
+        "shard": "2/3",
+        "resume": True,
+        "skip_bad": True,
+        "batch": 7,
+        "text_encoder": "t5",
+        "quiet": True,
+        **LOADED,
+    }
     values |= {**SAMPLED, "smooth": True, "pixel_budget": "0.25M"}
     known = {p.name for p in ALL["export",].params}
     with pytest.raises(Reached):
@@ -137,7 +145,7 @@ def test_export(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (folder, str(shard.index), str(shard.count), resume) == (tmp_path, "2", "3", True)
     loaded_as_asked(recorder, text_encoder="t5", progress_bar=False)
     seen = {"work": work, "out": tmp_path, "method": MEANT, "batch": 7, "resume": True, "pixel_budget": "0.25M"}
-    seen |= {**SAMPLED, "smooth": True, "progress_bar": False, "shard": shard}
+    seen |= {**SAMPLED, "smooth": True, "skip_bad": True, "progress_bar": False, "shard": shard}
     assert seen.items() <= recorder.asked.items()
 
 
