@@ -14,7 +14,9 @@ from torch import Tensor
 from nextscale.devices import full_precision
 from nextscale.draws import Draws
 from nextscale.methods.base import Policy
+from nextscale.methods.checks import check_expected, check_plan
 from nextscale.models.base import Backbone
+from nextscale.reading import is_flag
 from nextscale.run import Run
 from nextscale.runtime.eager import Eager, Task, Work
 from nextscale.sampling import Sampling
@@ -48,6 +50,12 @@ class ScaleEnd:
 Callback = Callable[[ScaleEnd], "bool | Tensor | None"]
 
 
+def is_false(answer: object) -> bool:
+    """False, of whatever library."""
+    single = isinstance(answer, Tensor) and answer.dtype == torch.bool and not answer.ndim
+    return (single or is_flag(answer)) and not answer
+
+
 @torch.inference_mode()
 @full_precision
 def generate(
@@ -72,9 +80,11 @@ def generate(
     work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced, watched)
     run = executor.open(work, backbone.read(condition, guided), images, guided)
     expected = policy.expected_tokens()
+    check_expected(policy, expected, schedule.tokens)
     run.reserve(backbone.context + expected if expected else 0)
     for scale in schedule:
         plan = policy.begin_scale(scale)
+        check_plan(policy, plan, images, backbone.depth, backbone.parts, schedule.tokens)
         rows, state = run.apply(plan, scale)
         if not rows.all:
             advance(1)
@@ -90,11 +100,11 @@ def generate(
         decode = partial(tokenizer.decode, run.features)
         end = ScaleEnd(scale, rows.which, run.features, step.tokens, step.logits, step.raw, step.hidden, decode)
         answer = on_scale_end(end)
-        if isinstance(answer, Tensor):
-            run.replace_features(answer)
-        elif answer is False:
+        if is_false(answer):
             run.stop(scale)
             break
+        if isinstance(answer, Tensor):
+            run.replace_features(answer)
     executor.close(work, run)
     policy.release()
     trace.finished(policy, run.stopped_after)

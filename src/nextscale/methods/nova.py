@@ -58,6 +58,7 @@ class NOVA(Method):
     allow_empty: bool = False  # a layer may keep no token at all
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require("t_est", 2, 1000)
         self.require("alpha", 0, 10)
         self.require("tau", 0, 100, above=True)

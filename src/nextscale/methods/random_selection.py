@@ -24,10 +24,11 @@ class RandomSelection(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require("seed", 0, 2**31)
 
     def start(self, context: Context) -> Policy:
-        policy = self.like.start(context)
+        policy = self.like.begin(context)
         inner = policy.select
 
         def select(layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:

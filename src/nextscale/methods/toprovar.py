@@ -42,6 +42,7 @@ class ToProVAR(Method):
     uncomputed: str = "sample"  # cells that some layer left out are sampled like all others, or add "nothing"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require("tau", 0, 1)
         self.require("beta", 0, 1000)
         self.require("a_min", 0, 1)

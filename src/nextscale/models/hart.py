@@ -20,6 +20,7 @@ from nextscale.models.infinity import TextCondition
 from nextscale.models.layers import SelfAttention, attention_biases, head_logits, rotate_half
 from nextscale.models.residual_diffusion import ResidualDiffusion, SinusoidEmbedding
 from nextscale.models.stream import Stream
+from nextscale.reading import is_single
 from nextscale.sampling import Drawn
 from nextscale.schedule import Scale, Schedule, Size, only_square
 
@@ -223,8 +224,7 @@ class HART(Backbone):
 
     def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
         weights = ramp(value, scales)
-        single = not isinstance(value, Sequence) and not (isinstance(value, Tensor) and value.ndim)
-        return (*weights[:-1], weights[-2]) if single and scales > 1 else weights
+        return (*weights[:-1], weights[-2]) if is_single(value) and scales > 1 else weights
 
     def progress(self, scales: int) -> tuple[float, ...]:
         """The original never updates it at the last scale."""

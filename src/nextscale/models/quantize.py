@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from nextscale.devices import name_of
-from nextscale.errors import NextscaleError, choices
+from nextscale.errors import NextscaleError
 from nextscale.kernels.conv import new_enough, takes
 from nextscale.kernels.fp8 import OLDEST, FP8Conv, FP8Layer, FP8Linear, fits
 from nextscale.models.base import Backbone
 from nextscale.models.hart import GatedMLP
 from nextscale.models.infinity import Infinity, TextAttention
 from nextscale.models.layers import MLP, SelfAttention
+from nextscale.reading import read_choice
 from nextscale.tokenizers.autoencoder import ResidualBlock
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -26,8 +27,7 @@ PASSED = 0.5  # of the size of its input is left by GELU or SiLU
 def check_quantize(kind: str | None, device: torch.device) -> None:
     if kind is None:
         return
-    if kind not in KINDS:
-        raise NextscaleError(f"unknown quantize {kind!r}; allowed: {choices(KINDS)}")
+    read_choice(kind, "quantize", KINDS)
     if device.type != "cuda":
         raise NextscaleError(f"quantize='fp8' needs a CUDA GPU, not {device.type}")
     if torch.cuda.get_device_capability(device) < OLDEST:

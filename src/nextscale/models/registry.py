@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nextscale.errors import NextscaleError, choices
 from nextscale.models.hart import HARTConfig
 from nextscale.models.infinity import InfinityConfig
 from nextscale.models.var import VARConfig
+from nextscale.reading import read_choice
 from nextscale.schedule import Grid
 from nextscale.tokenizers.bsq import BSQConfig
 from nextscale.tokenizers.vq import VQConfig
@@ -184,6 +184,4 @@ def published() -> list[ModelSpec]:
 
 
 def get_model(name: str) -> ModelSpec:
-    if name not in MODELS:
-        raise NextscaleError(f"unknown model {name!r}; allowed: {choices(MODELS)}")
-    return MODELS[name]
+    return MODELS[read_choice(name, "model", MODELS)]
