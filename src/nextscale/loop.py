@@ -50,12 +50,6 @@ class ScaleEnd:
 Callback = Callable[[ScaleEnd], "bool | Tensor | None"]
 
 
-def is_false(answer: object) -> bool:
-    """False, of whatever library."""
-    single = isinstance(answer, Tensor) and answer.dtype == torch.bool and not answer.ndim
-    return (single or is_flag(answer)) and not answer
-
-
 @torch.inference_mode()
 @full_precision
 def generate(
@@ -100,10 +94,11 @@ def generate(
         decode = partial(tokenizer.decode, run.features)
         end = ScaleEnd(scale, rows.which, run.features, step.tokens, step.logits, step.raw, step.hidden, decode)
         answer = on_scale_end(end)
-        if is_false(answer):
-            run.stop(scale)
-            break
-        if isinstance(answer, Tensor):
+        if is_flag(answer):
+            if not answer:
+                run.stop(scale)
+                break
+        elif answer is not None:
             run.replace_features(answer)
     executor.close(work, run)
     policy.release()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError, choices
@@ -33,7 +34,9 @@ def shown(value: object) -> str:
 
 
 def is_flag(value: object) -> bool:
-    return isinstance(value, (bool, np.bool_))
+    """True or False, of whatever library."""
+    single = isinstance(value, Tensor) and value.dtype == torch.bool and not value.ndim
+    return single or isinstance(value, (bool, np.bool_))
 
 
 def read_count(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:

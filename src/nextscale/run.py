@@ -13,6 +13,7 @@ from nextscale.errors import NextscaleError
 from nextscale.kv import LayerCache
 from nextscale.methods.base import ScalePlan
 from nextscale.models.base import Backbone
+from nextscale.reading import shown
 from nextscale.schedule import Scale, Schedule
 
 
@@ -129,8 +130,11 @@ class Run:
         self.features[which] = features
         self.tokens[scale.index][which] = tokens.to(torch.int32)
 
-    def replace_features(self, features: Tensor) -> None:
+    def replace_features(self, features: Any) -> None:
         """The caller goes on with maps of its own."""
+        if not isinstance(features, Tensor):
+            allowed = "None, False to stop, or a tensor like `features`"
+            raise NextscaleError(f"the callback returned {shown(features)}; allowed: {allowed}")
         if features.shape != self.features.shape:
             raise NextscaleError(
                 f"the callback returned features of shape {list(features.shape)}, not {list(self.features.shape)}"

@@ -126,7 +126,7 @@ class NOVAPolicy(CachedPolicy):
             self.scale_ratio = self.told("ratio", self.ratio[t])
         if self.method.metric == "random":
             # The same tokens in all layers: else hardly a cell would pass through all of them.
-            noise = torch.rand(scale.tokens, generator=torch.Generator().manual_seed(scale.index))
+            noise = torch.rand(scale.tokens, generator=torch.Generator().manual_seed(scale.index), dtype=torch.float32)
             self.told(f"noise {t}", noise.double())
         needs = (
             frozenset({"attention_entropy"})

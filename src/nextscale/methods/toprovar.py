@@ -83,7 +83,8 @@ class ToProVARPolicy(CachedPolicy):
         self.told("active", [float(a) for a in active])
         if not self.method.token_stage:
             n = scale.tokens
-            self.told(f"order {n}", torch.rand(n, generator=torch.Generator().manual_seed(n)).double())
+            order = torch.rand(n, generator=torch.Generator().manual_seed(n), dtype=torch.float32)
+            self.told(f"order {n}", order.double())
         return self.plan(scale, needs=needs, slots=self._slots(scale), variant="reduced")
 
     def _slots(self, scale: Scale) -> tuple[int, ...]:

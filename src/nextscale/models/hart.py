@@ -183,12 +183,12 @@ class HART(Backbone):
         """cos and sin per channel, [R, N, D, 2]; of the text at the first scale."""
         d = self.head_dim
         if scale.index == 0:
-            rates = 10000 ** (-2 * torch.arange(d // 2, device=self.device) / d)
+            rates = 10000 ** (-2 * torch.arange(d // 2, device=self.device, dtype=torch.float32) / d)
             angle = (state.places[..., None] * rates).repeat(1, 1, 2)
         else:
-            rates = 10000 ** (-4 * torch.arange(d // 4, device=self.device) / d)
+            rates = 10000 ** (-4 * torch.arange(d // 4, device=self.device, dtype=torch.float32) / d)
             last = self.config.sides[-1]
-            line = [torch.arange(n, device=self.device) / n * last for n in scale.grid]
+            line = [torch.arange(n, device=self.device, dtype=torch.float32) / n * last for n in scale.grid]
             row, column = torch.meshgrid(*line, indexing="ij")
             # The picture begins where the text ends. Rows and columns turn different halves of a pair.
             place = torch.stack((row, column), -1).flatten(0, 1) + state.places[:, -1, None, None]
