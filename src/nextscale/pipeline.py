@@ -134,9 +134,9 @@ class Pipeline:
         check_quantize(quantize, where)
         plan = pretrained.read(locate.locate(source, model, vae, hub))
         with bar(f"load {plan.spec.name}", plan.nbytes, progress_bar, data=True) as advance:
-            backbone, tokenizer = plan.build(target, where, advance)
+            backbone, tokenizer = plan.build(target, where if quantize is None else "cpu", advance)
         if quantize is not None:
-            to_fp8(backbone, tokenizer)
+            to_fp8(backbone, tokenizer, where)
         encoder = given(text_encoder, plan.build_text("cpu" if offload else where))
         if isinstance(encoder, (str, Path)) or (encoder is None and plan.spec.text_encoder):
             options: dict[str, Any] = {"token": token, "local_files_only": local_files_only}

@@ -44,17 +44,23 @@ def check_change(backbone: Backbone, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def to_fp8(backbone: Backbone, tokenizer: ImageTokenizer) -> None:
-    """In place. The old weights are let go of one by one. A decoder's convolutions only where a kernel gains by it."""
+def to_fp8(backbone: Backbone, tokenizer: ImageTokenizer, device: torch.device | None = None) -> None:
+    """In place. The old weights are let go of one by one. A decoder's convolutions only where a kernel gains by it.
+
+    A model that is to come to another `device` comes block by block, and is never there as a whole before it is small.
+    """
     if backbone.dtype not in (torch.bfloat16, torch.float16):
         raise NextscaleError(f"quantize='fp8' needs dtype bfloat16 or float16, not {name_of(backbone.dtype)}")
     text = text_size(backbone)
     for block in backbone.blocks:
+        block.to(device)
         for part in block.modules():
             for name, size in usual_sizes(part, text).items():  # the large layers; text is read once, heads decide
                 layer = getattr(part, name)
                 if fits(layer):
                     setattr(part, name, FP8Linear(layer, size))
+    backbone.to(device)
+    tokenizer.to(device)
     if new_enough(tokenizer.device):
         round_convolutions(tokenizer.decoder, takes)
 
