@@ -196,16 +196,17 @@ def test_the_callers_default_dtype_changes_nothing(any_pipe, name: str) -> None:
         options["prompt_embeds"] = embeds(3, 5)
     if any_pipe.backbone.family == "infinity":
         options["pixel_budget"] = "0.06M"
-    expected = any_pipe(**options)
+    expected, maps = any_pipe(**options), []
     torch.set_default_dtype(torch.float64)
     try:
-        found = any_pipe(**options)
+        found = any_pipe(**options, callback_on_scale_end=lambda end: maps.append(end.features.dtype))
         pixels = found.images * 2 - 1
         tokens = any_pipe.encode(pixels)
         any_pipe.decode(torch.zeros(1, any_pipe.tokenizer.config.code_dim, 4, 4))
     finally:
         torch.set_default_dtype(torch.float32)
     assert same_tokens(expected, found)
+    assert set(maps) == {torch.float32}
     assert found.images.dtype == torch.float32
     assert torch.equal(expected.images, found.images)
     assert all(torch.equal(a, b) for a, b in zip(tokens, any_pipe.encode(pixels), strict=True))
