@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from nextscale.arguments import shown
 from nextscale.errors import NextscaleError, choices
-from nextscale.reading import shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

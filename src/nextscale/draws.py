@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nextscale.arguments import is_single, read_count, read_list, shown
 from nextscale.errors import NextscaleError
-from nextscale.reading import is_single, read_count, read_list, shown
 
 SEEDS = 2**128  # and as many below zero
 Fill = Callable[..., Any]  # fills a tensor in place, with a generator

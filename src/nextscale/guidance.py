@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nextscale.arguments import is_single, read_list, read_number
 from nextscale.errors import NextscaleError
 from nextscale.kernels.bits import fused_combine, takes
-from nextscale.reading import is_single, read_list, read_number
 
 
 def per_scale(value: float | Sequence[float], scales: int, what: str) -> tuple[float, ...]:

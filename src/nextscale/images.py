@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from nextscale.arguments import read_list, shown
 from nextscale.errors import NextscaleError, choices
-from nextscale.reading import read_list, shown
 from nextscale.writing import require_writable, whole_file
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextscale.arguments import is_flag
 from nextscale.devices import full_precision
 from nextscale.draws import Draws
 from nextscale.methods.base import Policy
 from nextscale.methods.checks import check_expected, check_plan
 from nextscale.models.base import Backbone
-from nextscale.reading import is_flag
 from nextscale.run import Run
 from nextscale.runtime.eager import Eager, Task, Work
 from nextscale.sampling import Sampling

@@ -12,6 +12,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from nextscale.arguments import (
+    is_flag,
+    is_single,
+    read_choice,
+    read_count,
+    read_flag,
+    read_list,
+    read_path,
+    read_text,
+    require_callback,
+    shown,
+)
 from nextscale.call import Call, Output
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.load import set_dtype
@@ -29,18 +41,6 @@ from nextscale.models.registry import EMBEDDED, ModelSpec
 from nextscale.offload import fetched, set_aside
 from nextscale.progress import bar
 from nextscale.prompts import read_prompts, read_strings
-from nextscale.reading import (
-    is_flag,
-    is_single,
-    read_choice,
-    read_count,
-    read_flag,
-    read_list,
-    read_path,
-    read_text,
-    require_callback,
-    shown,
-)
 from nextscale.run import cause_of_nan
 from nextscale.runtime import check_runtime, make_executor, with_enough_memory
 from nextscale.runtime.eager import Eager

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nextscale.arguments import is_single, read_count, read_list, shown
 from nextscale.errors import NextscaleError
 from nextscale.models.base import Backbone
 from nextscale.models.infinity import InfinityConfig, TextCondition
-from nextscale.reading import is_single, read_count, read_list, shown
 from nextscale.trace import TracedImage
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nextscale.arguments import shown
 from nextscale.errors import NextscaleError
 from nextscale.kv import LayerCache
 from nextscale.methods.base import ScalePlan
 from nextscale.models.base import Backbone
-from nextscale.reading import shown
 from nextscale.schedule import Scale, Schedule
 
 

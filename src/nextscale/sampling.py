@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nextscale.arguments import is_single, read_count, read_list, read_number, shown
 from nextscale.draws import Draws, PerImageDraws
 from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
 from nextscale.kernels.bits import fused_draw, takes
-from nextscale.reading import is_single, read_count, read_list, read_number, shown
 from nextscale.schedule import Scale, Schedule
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from nextscale.arguments import read_choice, read_count, read_number
 from nextscale.errors import NextscaleError, choices
-from nextscale.reading import read_choice, read_count, read_number
 
 Grid = tuple[int, int]
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nextscale.arguments import read_choice, read_count, read_path
 from nextscale.methods.base import Choices, Decision, Policy, Stats
 from nextscale.models.base import Backbone, State
-from nextscale.reading import read_choice, read_count, read_path
 from nextscale.run import Rows
 from nextscale.schedule import Scale, Schedule
 from nextscale.writing import whole_file

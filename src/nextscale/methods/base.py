@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nextscale.arguments import LARGEST, read_count, read_flag, read_list, read_number, read_text, shown
 from nextscale.entropy import token_entropy
 from nextscale.errors import NextscaleError, choices
 from nextscale.kernels.lens import Filled
@@ -27,7 +28,6 @@ from nextscale.methods.numbers import HostNumbers
 from nextscale.methods.residual import TokenCaches
 from nextscale.methods.selection import Selection, scatter
 from nextscale.methods.stored import stored, stored_names
-from nextscale.reading import LARGEST, read_count, read_flag, read_list, read_number, read_text, shown
 from nextscale.sampling import Sampling
 from nextscale.schedule import Scale, Schedule
 

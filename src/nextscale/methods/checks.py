@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextscale.arguments import is_flag, shown
 from nextscale.errors import NextscaleError, choices
 from nextscale.methods.base import Group, Policy, ScalePlan
 from nextscale.methods.selection import Selection
-from nextscale.reading import is_flag, shown
 
 ACTIONS = ("run", "skip", "stop")
 NEEDS = ("attention_entropy",)

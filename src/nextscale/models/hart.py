@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nextscale.arguments import is_single
 from nextscale.draws import Draws
 from nextscale.guidance import combine, ramp
 from nextscale.kernels.modulate import Norm
@@ -20,7 +21,6 @@ from nextscale.models.infinity import TextCondition
 from nextscale.models.layers import SelfAttention, attention_biases, head_logits, rotate_half
 from nextscale.models.residual_diffusion import ResidualDiffusion, SinusoidEmbedding
 from nextscale.models.stream import Stream
-from nextscale.reading import is_single
 from nextscale.sampling import Drawn
 from nextscale.schedule import Scale, Schedule, Size, only_square
 

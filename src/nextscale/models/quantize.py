@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nextscale.arguments import read_choice
 from nextscale.devices import name_of
 from nextscale.errors import NextscaleError
 from nextscale.kernels.conv import new_enough, takes
@@ -16,7 +17,6 @@ from nextscale.models.base import Backbone
 from nextscale.models.hart import GatedMLP
 from nextscale.models.infinity import Infinity, TextAttention
 from nextscale.models.layers import MLP, SelfAttention
-from nextscale.reading import read_choice
 from nextscale.tokenizers.autoencoder import ResidualBlock
 from nextscale.tokenizers.base import ImageTokenizer
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from nextscale.arguments import read_choice
 from nextscale.models.hart import HARTConfig
 from nextscale.models.infinity import InfinityConfig
 from nextscale.models.var import VARConfig
-from nextscale.reading import read_choice
 from nextscale.schedule import Grid
 from nextscale.tokenizers.bsq import BSQConfig
 from nextscale.tokenizers.vq import VQConfig

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from nextscale.arguments import read_choice
 from nextscale.errors import NextscaleError
-from nextscale.reading import read_choice
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.eager import Eager
 from nextscale.runtime.graphs import Graphs
