@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -151,6 +152,29 @@ def test_methods_in_graphs(make, name: str, monkeypatch) -> None:
         assert kept[0] == kept[1]
         assert same_tokens(expected, found)
     assert not graphs.reason
+
+
+@pytest.mark.parametrize("runtime", ["eager", "graphs"])
+def test_an_offloaded_text_encoder_leaves_the_gpu(runtime: str) -> None:
+    options = {"device": "cuda", "dtype": "bfloat16", "progress_bar": False, "runtime": runtime}
+    held, tokens = {}, {}
+    for offload in (None, "text"):
+        pipe = Pipeline.from_pretrained(offload=offload, **options)
+        tokens[offload] = [pipe("a fox", seed=1, output_type="latent").tokens for _ in range(2)][1]
+        weights = list(pipe.text_encoder.transformer.parameters())
+        assert {p.device.type for p in weights} == {"cpu" if offload else "cuda"}
+        nbytes = sum(p.nbytes for p in weights)
+        del weights, pipe
+        gc.collect()
+        torch.cuda.empty_cache()
+        pipe = Pipeline.from_pretrained(offload=offload, **options)
+        before = torch.cuda.memory_allocated()
+        pipe.encode_prompt("a fox")
+        assert abs(torch.cuda.memory_allocated() - before) < nbytes / 10
+        held[offload] = torch.cuda.memory_allocated()
+        del pipe
+    assert held[None] - held["text"] > 0.9 * nbytes
+    assert all(torch.equal(a, b) for a, b in zip(*tokens.values(), strict=True))
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

@@ -159,3 +159,18 @@ def test_presets_for_hart_reduce(hart: Pipeline, method) -> None:
 )
 def test_any_changed_weight_is_noticed(name: str) -> None:
     assert not verify(CASE, mutate=name).ok
+
+
+def test_at_weight_two_the_residual_is_not_guided(hart) -> None:
+    """As in the original, and at this very weight only."""
+    scales = len(hart.schedule())
+    tokens = ask(hart).tokens
+
+    def residual(last: float):
+        """Of forced tokens: the map then differs by what diffusion adds at the last scale alone."""
+        weights = [1.5] * (scales - 1) + [last]  # on top of 1
+        return ask(hart, guidance_scale=weights, force_tokens=tokens, output_type="latent").images
+
+    unguided, two, near = residual(0.0), residual(1.0), residual(1.01)
+    assert torch.allclose(two, unguided, atol=1e-5)
+    assert (near - unguided).abs().max() > 1e-3

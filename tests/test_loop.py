@@ -353,3 +353,65 @@ def test_a_schedule_beyond_training(infinity, caplog) -> None:
         out = ask(infinity, 1, pixel_budget="4M", callback_on_scale_end=lambda end: end.scale.index < 3)
         assert out.images[0].size == (256, 256)
     assert caplog.text.count("no model was trained for 256x256") == 1, "said once for every size"
+
+
+def test_maps_that_a_callback_keeps_stay_as_they_are(any_pipe) -> None:
+    """Also where only some images of a batch run a scale."""
+    kept, copies = [], []
+
+    def keep(end):
+        kept.append(end.features)
+        copies.append(end.features.clone())
+
+    ask(any_pipe, 3, method=Rules(skip=((1, 3), (0, 5))), callback_on_scale_end=keep)
+    assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+
+
+def test_who_ends_at_the_last_scale_was_not_stopped(var) -> None:
+    last = len(var.schedule()) - 1
+    done = ask(var, 2, callback_on_scale_end=lambda end: end.scale.index < last)
+    assert [i["stopped_after"] for i in done.trace.to_dict()["images"]] == [None, None]
+    ended = ask(var, 2, callback_on_scale_end=lambda end: end.scale.index < last - 1)
+    assert [i["stopped_after"] for i in ended.trace.to_dict()["images"]] == [last, last]
+
+
+def test_forced_tokens_go_to_their_own_images(any_pipe) -> None:
+    """When the first image rests, the second one's tokens are still its own."""
+    tokens = ask(any_pipe, 3, seed=[11, 12, 13]).tokens
+    assert not torch.equal(tokens[2][0], tokens[2][1])
+    found = ask(any_pipe, 3, force_tokens=tokens, method=Rules(skip=((0, 2), (1, 4)))).tokens
+    ran = {2: [1, 2], 4: [0, 2]}
+    for k, want in enumerate(tokens):
+        for image in ran.get(k, [0, 1, 2]):
+            assert torch.equal(found[k][image], want[image]), (k, image)
+    assert (found[2][0] == -1).all()
+
+
+def test_the_lens_of_a_guided_prediction(any_pipe) -> None:
+    """Of the last layer's output it is the prediction itself, guided by the scale's own weight."""
+    seen: list = []
+
+    class Looking(Policy):
+        def complete(self, x, stats):
+            self.lens = stats.lens(x, True), stats.lens(x, False)
+            return super().complete(x, stats)
+
+        def end_scale(self, x, raw, logits, stats):
+            weight = self.context.sampling.guidance[stats.scale.index]
+            conditional, unconditional = raw.chunk(2) if len(raw) > stats.rows.images else (raw, raw)
+            expected = weight * conditional + (1 - weight) * unconditional
+            seen.append((weight, self.lens, (expected, conditional)))
+
+    @dataclass(frozen=True)
+    class Look(Method):
+        name = "look"
+        summary = "For tests."
+
+        def start(self, context):
+            return Looking(context)
+
+    ask(any_pipe, 2, method=Look())
+    assert max(weight for weight, _, _ in seen) > 2, "it was guided"
+    for _, found, expected in seen:
+        for a, b in zip(found, expected, strict=True):
+            assert torch.allclose(a, b, atol=1e-4)

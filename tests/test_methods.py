@@ -246,7 +246,7 @@ def test_kept_maps_in_a_file(infinity, tmp_path) -> None:
     [
         (lambda: NOVA(alpha=-1), r"nova: alpha must lie in \[0, 10\], not -1"),
         (lambda: NOVA(tau=0), r"tau must lie in \(0, 100\]"),
-        (lambda: NOVA(lam=float("nan")), "lam must lie in"),
+        (lambda: NOVA(lam=float("nan")), "lam must be a finite number"),
         (lambda: NOVA(metric="magic"), "metric must be one of entropy, attention, mse, random, not 'magic'"),
         (lambda: NOVA(scale_table="mine"), "unknown scale table 'mine'; allowed: fastvar"),
         (lambda: Truncate(-1), r"k must lie in \[0, 1000\]"),

@@ -168,7 +168,7 @@ def test_strings_in_python(var: Pipeline) -> None:
         ("nova:paper;best", "'best' is not of the form field=value; fields: t_est, alpha"),
         ("nova:beta=1", "nova has no field 'beta'; allowed: t_est, alpha"),
         ("nova:tau=-1", "tau must lie in"),
-        ("nova:tau=x", "tau must lie in"),
+        ("nova:tau=x", "tau must be a finite number"),
         ("nova:layer_linkage=perhaps", "layer_linkage must be true or false, not 'perhaps'"),
         ("truncate:2.5", "k must be a whole number, not '2.5'"),
         ("skipvar:2", "decision is none; write field=value"),

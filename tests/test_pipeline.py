@@ -216,7 +216,7 @@ def test_a_tokenizer_with_one_level() -> None:
     pipe = tiny_var()
     pipe.tokenizer.config = dataclasses.replace(pipe.tokenizer.config, multipliers=(1,))
     assert pipe.estimate().decoder > 0
-    with pytest.raises(NextscaleError, match="batch must be at least 1"):
+    with pytest.raises(NextscaleError, match="batch must be a whole number, at least 1"):
         pipe.estimate(batch=0)
 
 
@@ -254,8 +254,8 @@ BAD_FOR_ALL = [
     ({"seed": [1, 2, 3]}, "3 seeds were given for 1 images"),
     ({"generator": [torch.Generator()] * 2, "seed": None}, "2 generators were given for 1 images"),
     ({"output_type": "jpeg"}, "unknown output_type 'jpeg'; allowed: pil"),
-    ({"num_images_per_prompt": 0}, "num_images_per_prompt must be at least 1"),
-    ({"top_k": -1}, "top_k must be 0"),
+    ({"num_images_per_prompt": 0}, "num_images_per_prompt must be a whole number, at least 1"),
+    ({"top_k": -1}, "top_k \\(0 = off\\) must be a whole number, at least 0"),
     ({"top_p": 1.5}, "top_p must lie in"),
     ({"temperature": 0.0}, "temperature must be above 0"),
     ({"temperature": [1.0, 2.0]}, "temperature has 2 values"),
@@ -267,7 +267,7 @@ BAD_FOR_ALL = [
     ({"aspect_ratio": 1.1}, r"(aspect_ratio 1.1 .* is not supported; allowed: 0.333|16x16 only)"),
     ({"force_tokens": [torch.zeros(1, 9).long()]}, "force_tokens of scale 1 have shape"),
     ({"num_images_per_prompt": 10**9}, "GiB; make fewer at a time"),
-    ({"num_images_per_prompt": True}, "num_images_per_prompt must be at least 1"),
+    ({"num_images_per_prompt": True}, "num_images_per_prompt must be a whole number, at least 1"),
     ({"method": 5}, r"method must be a method such as NOVA\(\), not 5; by name: nova"),
     ({"method": "nova:magic"}, "nova has no preset 'magic'; allowed: balanced, fast, paper, or a file"),
     ({"generator": 42, "seed": None}, "generator must be a torch.Generator or a list of them"),
@@ -276,10 +276,10 @@ BAD_FOR_ALL = [
     ({"temperature": "a"}, "temperature must be a number"),
     ({"temperature": 1e-39}, "guidance_scale or temperature is too extreme"),
     ({"guidance_scale": 3e38}, "(too extreme|finite)"),
-    ({"top_p": "a"}, "top_p must lie in"),
+    ({"top_p": "a"}, "top_p must be a number in"),
     ({"greedy": True, "smooth": True}, "contradict"),
-    ({"height": "32", "width": 32}, "whole numbers of pixels"),
-    ({"height": 0, "width": 32}, "whole numbers of pixels"),
+    ({"height": "32", "width": 32}, r"\(in pixels\) must be a whole number"),
+    ({"height": 0, "width": 32}, r"\(in pixels\) must be a whole number"),
     ({"force_tokens": [torch.tensor([[1.7]])]}, "must be whole numbers"),
     ({"force_tokens": ["x"]}, "must be a tensor of whole numbers"),
 ]

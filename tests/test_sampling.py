@@ -7,9 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from nextscale.draws import PerImageDraws
 from nextscale.guidance import combine, combine_inside, ramp
-from nextscale.sampling import keep_top
-from nextscale.schedule import INFINITY_GRIDS, Schedule, infinity_schedule
+from nextscale.sampling import Sampling, keep_top
+from nextscale.schedule import INFINITY_GRIDS, Schedule, infinity_schedule, infinity_schedule_for_size
 from nextscale.tokenizers.vq import _PHI_OF_SCALE, phi_of_scale
 
 
@@ -83,3 +84,25 @@ def test_written_down_phis_follow_the_rule() -> None:
             assert distance[phi] - min(distance) < 1e-9
     assert phi_of_scale(1, 7) == (0,) * 7
     assert phi_of_scale(7, 7) == tuple(range(7))
+
+
+def test_the_schedule_beyond_the_table_keeps_rows_and_columns() -> None:
+    assert infinity_schedule(2.0, "4M").grids[13:] == ((135, 67), (180, 90))
+    assert infinity_schedule(0.5, "4M").grids[13:] == ((67, 135), (90, 180))
+    assert infinity_schedule_for_size(180 * 16, 90 * 16, 16).last == (180, 90)
+
+
+def test_a_short_list_of_top_k_goes_on_with_its_last() -> None:
+    made = Sampling.make(14, guidance=(1.0,) * 14, top_k=(600,) * 7 + (300,))
+    assert made.top_k == (600,) * 7 + (300,) * 7
+    assert Sampling.make(3, guidance=(1.0,) * 3, top_k=5).top_k == (5, 5, 5)
+    assert Sampling.make(2, guidance=(1.0,) * 2, top_k=[1, 2, 3]).top_k == (1, 2)
+
+
+def test_tokens_and_gumbel_noise_are_drawn_apart() -> None:
+    """Else a smoothed code would follow the token that the same numbers chose."""
+    draws, like = PerImageDraws([5]), torch.empty(1, 200, 16)
+    race, gumbel = draws.race(like, 3, [0]), draws.gumbel(like, 3, [0])
+    together = torch.stack((-race.log().flatten(), gumbel.flatten()))
+    assert abs(torch.corrcoef(together)[0, 1]) < 0.1
+    assert gumbel.mean() == pytest.approx(0.5772, abs=0.1)

@@ -75,6 +75,25 @@ def test_prompts_through_the_pipeline(folder: Path) -> None:
     assert not torch.equal(plain.tokens[-1][0], out.tokens[-1][0])
 
 
+def test_an_encoder_on_the_host_is_fetched_to_encode(folder: Path, monkeypatch) -> None:
+    """It is loaded when it is on its way already, with the dtype of the place where it will work."""
+    from nextscale import Pipeline
+
+    tiny, encoder = tiny_infinity(), T5Encoder(folder, max_length=16)
+    pipe = Pipeline(tiny.backbone, tiny.tokenizer, tiny.spec, encoder, progress_bar=False, offload="text")
+    assert encoder.model is None
+    assert pipe.estimate().text_encoder == 0, "nobody knows the size of this one"
+    first = pipe.encode_prompt("a red fox")[0]
+    assert encoder.device.type == "cpu"
+    assert pipe.estimate().text_encoder == encoder.nbytes > 0
+    moved, original = [], encoder.model.to
+    monkeypatch.setattr(encoder.model, "to", lambda device: moved.append(str(device)) or original(device))
+    assert torch.equal(pipe.encode_prompt("a red fox")[0], first)
+    assert moved == ["cpu", "cpu"], "there and back"
+    assert encoder.dtype_on(torch.device("cuda")) == torch.float16
+    assert encoder.dtype_on(torch.device("cpu")) == torch.float32
+
+
 def test_text_norm_has_the_models_epsilon() -> None:
     """The documents say 1e-6; the official code takes it from the configuration."""
     import dataclasses

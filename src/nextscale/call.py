@@ -54,7 +54,7 @@ class Call:
     def make(self, executor: Eager) -> Output:
         pipe, images = self.pipe, self.prompts.images
         context = pipe.context(images, self.schedule, self.sampling)
-        policy = Policy(context) if self.method is None else self.method.start(context)
+        policy = Policy(context) if self.method is None else self.method.begin(context)
         traced = self.prompts.traced(self.seeds)
         trace = Trace(Costs.of(pipe.backbone), self.schedule, traced, self.sampling.guided_until)
         called: list[int] = []

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nextscale.arguments import shown
 from nextscale.errors import NextscaleError, choices
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,9 +19,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    found = DTYPES.get(str(dtype).removeprefix("torch.")) if isinstance(dtype, (str, torch.dtype)) else None
     if found is None:
-        raise NextscaleError(f"dtype {str(dtype)!r} is not supported; allowed: {choices(DTYPES)}")
+        named = str(dtype) if isinstance(dtype, torch.dtype) else dtype
+        raise NextscaleError(f"dtype {shown(named)} is not supported; allowed: {choices(DTYPES)}")
     return found
 
 
@@ -30,9 +32,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 def as_device(device: torch.device | str) -> torch.device:
     try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise NextscaleError(f"unknown device {device!r}; allowed: cpu, cuda, cuda:1, mps, ...") from None
+        known = isinstance(device, (str, torch.device)) or (isinstance(device, int) and not isinstance(device, bool))
+        chosen = torch.device(device) if known else None
+    except (RuntimeError, ValueError, OverflowError):
+        chosen = None
+    if chosen is None:
+        raise NextscaleError(f"unknown device {shown(device)}; allowed: cpu, cuda, cuda:1, mps, ...")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise NextscaleError("device 'cuda' was asked for, but this torch sees no CUDA device; allowed here: cpu")
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -11,8 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nextscale.arguments import is_single, read_count, read_list, shown
 from nextscale.errors import NextscaleError
 
+SEEDS = 2**128  # and as many below zero
 Fill = Callable[..., Any]  # fills a tensor in place, with a generator
 
 
@@ -139,8 +140,10 @@ def read_draws(
     if isinstance(generator, torch.Generator):
         return OfficialDraws(generator), [None] * images
     if generator is not None:
-        if not isinstance(generator, Sequence) or not all(isinstance(g, torch.Generator) for g in generator):
-            raise NextscaleError(f"generator must be a torch.Generator or a list of them, not {generator!r}")
+        generator = read_list(generator, "generator", "a torch.Generator or a list of them")
+        for g in generator:
+            if not isinstance(g, torch.Generator):
+                raise NextscaleError(f"generator must be a torch.Generator or a list of them, not {shown(g)}")
         if len(generator) != images:
             raise NextscaleError(f"{len(generator)} generators were given for {images} images")
         seed = [int(torch.randint(2**62, (), generator=g, device=g.device)) for g in generator]
@@ -152,14 +155,14 @@ def _seeds(seed: int | Sequence[int] | None, images: int) -> list[int]:
     """seed, seed + 1, ... of a number; random ones if none is given."""
     if seed is None:
         seed = secrets.randbelow(2**32)
-    try:
-        return [operator.index(seed) + i for i in range(images)]  # type: ignore[arg-type]
-    except TypeError:
-        pass
-    try:
-        seeds = [operator.index(s) for s in seed]  # type: ignore[union-attr]
-    except TypeError:
-        raise NextscaleError(f"seed must be a whole number or a list of them, not {seed!r}") from None
+    if is_single(seed):
+        first = _seed(seed)
+        return [first + i for i in range(images)]
+    seeds = [_seed(s) for s in read_list(seed, "seed", "a whole number or a list of them")]
     if len(seeds) != images:
         raise NextscaleError(f"{len(seeds)} seeds were given for {images} images")
     return seeds
+
+
+def _seed(value: object) -> int:
+    return read_count(value, "seed", -SEEDS, SEEDS)

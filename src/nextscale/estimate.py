@@ -17,17 +17,23 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes. The decoder runs when the KV cache is gone, so only the larger of the two phases counts."""
+    """Bytes. Text is encoded, tokens are generated, the picture is decoded: of what each phase needs for itself only
+    the largest counts. A text encoder that is not offloaded stays beside all of them."""
 
-    weights: int
+    weights: int  # of transformer and tokenizer
     text: int  # keys and values of the prompts
     kv_cache: int
     blocks: int  # buffers of the largest scale
     decoder: int
+    text_encoder: int = 0  # its weights: loaded, or expected
+    offload: bool = False  # whether they leave the device when text is encoded
 
     @property
     def total(self) -> int:
-        return self.weights + max(self.text + self.kv_cache + self.blocks, self.decoder)
+        generating = max(self.text + self.kv_cache + self.blocks, self.decoder)
+        if self.offload:
+            return self.weights + max(generating, self.text_encoder)
+        return self.weights + self.text_encoder + generating
 
     def require(self, device: torch.device, images: int, schedule: Schedule) -> None:
         """That a device has as much."""
@@ -39,7 +45,7 @@ class Estimate:
             )
 
     def __str__(self) -> str:
-        parts = ("weights", "text", "kv_cache", "blocks", "decoder", "total")
+        parts = ("weights", "text_encoder", "text", "kv_cache", "blocks", "decoder", "total")
         return ", ".join(f"{name} {getattr(self, name) / GIB:.2f} GiB" for name in parts)
 
 

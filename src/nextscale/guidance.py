@@ -7,18 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nextscale.arguments import is_single, read_list, read_number
 from nextscale.errors import NextscaleError
 from nextscale.kernels.bits import fused_combine, takes
 
 
 def per_scale(value: float | Sequence[float], scales: int, what: str) -> tuple[float, ...]:
-    """One number for every scale; a single number is repeated."""
-    try:
-        if not isinstance(value, Sequence) and not (isinstance(value, Tensor) and value.ndim):
-            return (float(value),) * scales
-        values = tuple(float(v) for v in value)
-    except (TypeError, ValueError):
-        raise NextscaleError(f"{what} must be a number or a list of {scales} numbers, not {value!r}") from None
+    """One finite number for every scale; a single number is repeated."""
+    allowed = f"a number or a list of {scales} numbers, all of them finite"
+    if is_single(value):
+        return (float(read_number(value, what, allowed)),) * scales
+    values = tuple(float(read_number(v, what, allowed)) for v in read_list(value, what, allowed))
     if len(values) != scales:
         raise NextscaleError(f"{what} has {len(values)} values, but the schedule has {scales} scales")
     return values
@@ -27,7 +26,7 @@ def per_scale(value: float | Sequence[float], scales: int, what: str) -> tuple[f
 def ramp(value: float | Sequence[float], scales: int) -> tuple[float, ...]:
     """VAR's convention: 0 = none, and a single number grows linearly from 0 at the first scale."""
     extra = per_scale(value, scales, "guidance_scale")
-    if not isinstance(value, Sequence) and not (isinstance(value, Tensor) and value.ndim):
+    if is_single(value):
         extra = tuple(e * k / max(scales - 1, 1) for k, e in enumerate(extra))
     return tuple(1 + e for e in extra)
 

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from nextscale.arguments import read_list, shown
 from nextscale.errors import NextscaleError, choices
 from nextscale.writing import require_folder, require_writable, whole_file
 
@@ -29,7 +30,13 @@ def to_pil(images: Tensor) -> list[Image.Image]:
 
 def from_pil(images: Image.Image | Sequence[Image.Image]) -> Tensor:
     """Pictures -> [B, 3, H, W] in [-1, 1]."""
-    pictures = [images] if isinstance(images, Image.Image) else list(images)
+    allowed = "a picture (PIL) or a list of them"
+    pictures = [images] if isinstance(images, Image.Image) else read_list(images, "images", allowed)
+    for picture in pictures:
+        if not isinstance(picture, Image.Image):
+            raise NextscaleError(f"images must be {allowed}, not {shown(picture)}")
+    if not pictures:
+        raise NextscaleError("no image was given")
     arrays = [np.asarray(p.convert("RGB"), dtype=np.float32) for p in pictures]
     if len({a.shape for a in arrays}) != 1:
         raise NextscaleError("the images must have one size")

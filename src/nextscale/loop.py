@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextscale.arguments import is_flag
 from nextscale.devices import full_precision
 from nextscale.draws import Draws
 from nextscale.methods.base import Policy
+from nextscale.methods.checks import check_expected, check_plan
 from nextscale.models.base import Backbone
 from nextscale.run import Run
 from nextscale.runtime.eager import Eager, Task, Work
@@ -72,9 +74,11 @@ def generate(
     work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced, watched)
     run = executor.open(work, backbone.read(condition, guided), images, guided)
     expected = policy.expected_tokens()
+    check_expected(policy, expected, schedule.tokens)
     run.reserve(backbone.context + expected if expected else 0)
     for scale in schedule:
         plan = policy.begin_scale(scale)
+        check_plan(policy, plan, images, backbone.depth, backbone.parts, schedule.tokens)
         rows, state = run.apply(plan, scale)
         if not rows.all:
             advance(1)
@@ -90,11 +94,12 @@ def generate(
         decode = partial(tokenizer.decode, run.features)
         end = ScaleEnd(scale, rows.which, run.features, step.tokens, step.logits, step.raw, step.hidden, decode)
         answer = on_scale_end(end)
-        if isinstance(answer, Tensor):
+        if is_flag(answer):
+            if not answer:
+                run.stop(scale)
+                break
+        elif answer is not None:
             run.replace_features(answer)
-        elif answer is False:
-            run.stop(scale)
-            break
     executor.close(work, run)
     policy.release()
     trace.finished(policy, run.stopped_after)

@@ -37,9 +37,3 @@ def pack(modules: Iterable[nn.Module]) -> None:
         memory = torch.empty(ends(like)[-1], dtype=torch.uint8, device=tensors[0].device)
         for tensor, place in zip(tensors, divide(memory, like), strict=True):
             tensor.data = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-
-
-@torch.inference_mode(False)
-def set_aside(module: nn.Module) -> None:
-    """Into the host's memory: nobody asks for it now."""
-    module.to("cpu")

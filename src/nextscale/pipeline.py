@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from nextscale.arguments import (
+    is_flag,
+    is_single,
+    read_choice,
+    read_count,
+    read_flag,
+    read_list,
+    read_path,
+    read_text,
+    require_callback,
+    shown,
+)
 from nextscale.call import Call, Output
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.load import set_dtype
@@ -26,20 +39,23 @@ from nextscale.methods.naming import parse_method
 from nextscale.models.base import Backbone
 from nextscale.models.quantize import check_change, check_quantize, to_fp8
 from nextscale.models.registry import EMBEDDED, ModelSpec
+from nextscale.offload import fetched, set_aside
 from nextscale.progress import bar
-from nextscale.prompts import read_prompts
+from nextscale.prompts import read_prompts, read_strings
 from nextscale.run import cause_of_nan
 from nextscale.runtime import check_runtime, make_executor, with_enough_memory
 from nextscale.runtime.eager import Eager
 from nextscale.sampling import Sampling, read_forced
 from nextscale.schedule import EXTENDED, Schedule, Size
-from nextscale.text.base import TextEncoder
+from nextscale.text.base import TextEncoder, nbytes_of
 from nextscale.text.qwen2 import QwenEncoder
 from nextscale.text.t5 import T5Encoder
 from nextscale.tokenizers.base import ImageTokenizer
 
 logger = logging.getLogger(__name__)
 
+OFFLOADS = ("text",)
+LONGEST_SIDE = 2**14  # of a feature map: what is more is a mistake
 ENCODERS = {"infinity": T5Encoder, "hart": QwenEncoder}
 
 
@@ -53,10 +69,15 @@ class Pipeline:
         progress_bar: bool | None = None,
         weight_files: Sequence[Path] = (),
         runtime: str = "eager",
+        offload: str | None = None,
     ) -> None:
+        check_offload(offload)
+        check_encoder(text_encoder)
         self.backbone, self.tokenizer, self.spec = backbone, tokenizer, spec
         self.executor = make_executor(runtime, self.device)
-        self.text_encoder = text_encoder
+        self.text_encoder, self.offload = text_encoder, offload
+        if text_encoder is not None and offload is not None:
+            set_aside(text_encoder)
         self._estimates: dict[Any, Estimate] = {}  # the newest
         self._clock: Clock | None = None  # of the call before
         self._known_sizes: set[tuple[int, int]] = set()  # height, width of pictures that were asked for
@@ -79,6 +100,7 @@ class Pipeline:
         progress_bar: bool | None = None,
         runtime: str = "eager",
         quantize: str | None = None,
+        offload: str | None = None,
         torch_dtype: torch.dtype | str | None = None,
         device_map: torch.device | str | None = None,
     ) -> Pipeline:
@@ -92,23 +114,36 @@ class Pipeline:
         "compiled" or "graphs" (CUDA graphs: the first calls of every size are slow, all others fast).
         `quantize="fp8"` rounds the weights of blocks, and what enters them, to 8 bits: half the memory. It needs a GPU
         like Ada, or like Hopper for the decoder's, too (docs/performance.md says what it costs).
+        `offload="text"` keeps the text encoder in the host's memory, but for the moments in which it encodes.
         """
         check_runtime(runtime)
+        check_offload(offload)
+        source = read_path(source, "source")
+        model = None if model is None else read_text(model, "model")
+        vae = None if vae is None else read_path(vae, "vae")
+        revision = None if revision is None else read_text(revision, "revision")
+        if not (token is None or is_flag(token)):
+            read_text(token, "token")
+        read_flag(local_files_only, "local_files_only")
+        if progress_bar is not None:
+            read_flag(progress_bar, "progress_bar")
+        if not isinstance(text_encoder, (str, Path)):
+            check_encoder(text_encoder)
         hub = locate.Hub(revision, token, local_files_only)
-        target = as_dtype(dtype or torch_dtype or torch.float32)
-        where = as_device(device or device_map or "cpu")
+        target = as_dtype(given(dtype, torch_dtype, torch.float32))
+        where = as_device(given(device, device_map, "cpu"))
         check_quantize(quantize, where)
         plan = pretrained.read(locate.locate(source, model, vae, hub))
         with bar(f"load {plan.spec.name}", plan.nbytes, progress_bar, data=True) as advance:
-            backbone, tokenizer = plan.build(target, where, advance)
+            backbone, tokenizer = plan.build(target, where if quantize is None else "cpu", advance)
         if quantize is not None:
-            to_fp8(backbone, tokenizer)
-        encoder = text_encoder or plan.build_text(where)
+            to_fp8(backbone, tokenizer, where)
+        encoder = given(text_encoder, plan.build_text("cpu" if offload else where))
         if isinstance(encoder, (str, Path)) or (encoder is None and plan.spec.text_encoder):
             options: dict[str, Any] = {"token": token, "local_files_only": local_files_only}
             name = encoder or plan.spec.text_encoder
             encoder = ENCODERS[plan.spec.family](str(name), backbone.config.text_length, device=where, **options)
-        return cls(backbone, tokenizer, plan.spec, encoder, progress_bar, plan.files, runtime)
+        return cls(backbone, tokenizer, plan.spec, encoder, progress_bar, plan.files, runtime, offload)
 
     def __repr__(self) -> str:
         return f"Pipeline({self.spec.name}, dtype={name_of(self.dtype)}, device={self.device})"
@@ -127,16 +162,17 @@ class Pipeline:
         """Move the model, in place; as in torch, a dtype may come first."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
+        where = self.device if device is None else as_device(device)
         if dtype is not None:
             check_change(self.backbone, as_dtype(dtype))
-        self.executor = make_executor(self.executor.name, self.device if device is None else as_device(device))
+        self.executor = make_executor(self.executor.name, where)
         for module in (self.backbone, self.tokenizer):
             if dtype is not None:
                 set_dtype(module, as_dtype(dtype))
             if device is not None:
-                module.to(as_device(device))
-        if device is not None and self.text_encoder is not None:
-            self.text_encoder.to(as_device(device))
+                module.to(where)
+        if device is not None and self.text_encoder is not None and self.offload is None:
+            self.text_encoder.to(where)
         return self
 
     def encode_prompt(self, prompts: str | Sequence[str]) -> list[Tensor]:
@@ -145,7 +181,14 @@ class Pipeline:
             raise NextscaleError(
                 "this pipeline has no text encoder; pass prompt_embeds=, or text_encoder= when loading"
             )
-        rows = self.text_encoder.encode([prompts] if isinstance(prompts, str) else list(prompts))
+        texts = read_strings(prompts, "prompts")
+        if not texts:
+            raise NextscaleError("no prompt was given")
+        if self.offload is None:
+            rows = self.text_encoder.encode(texts)
+        else:
+            with fetched(self.text_encoder, self.device):
+                rows = self.text_encoder.encode(texts)
         have, want = rows[0].shape[1], self.backbone.config.text_dim
         if not self.backbone.config.reads(*rows[0].shape):
             raise NextscaleError(f"the text encoder gives features of width {have}, but the model reads {want}")
@@ -194,9 +237,10 @@ class Pipeline:
             callback_on_scale_end: called with a `ScaleEnd`; returning False stops.
             output_type: "pil", "np", "pt", or "latent" for the feature map that the decoder reads.
         """
-        if output_type not in OUTPUT_TYPES:
-            raise NextscaleError(f"unknown output_type {output_type!r}; allowed: {choices(OUTPUT_TYPES)}")
+        read_choice(output_type, "output_type", OUTPUT_TYPES)
         method = check_method(method)
+        if callback_on_scale_end is not None:
+            require_callback(callback_on_scale_end, "callback_on_scale_end", "a ScaleEnd")
         clock, self._clock = self._clock, None  # a callback may call again
         if clock is None or clock.device != self.device:
             clock = Clock(self.device)
@@ -215,10 +259,11 @@ class Pipeline:
         sampling = self.sampling(
             len(schedule), guidance_scale, temperature, top_k, top_p, greedy, smooth, guidance_layers
         )
-        need = self._estimate(schedule, prompts.images, sampling.guided_until > 0, prompts.text_length)
+        guided = sampling.guided_until > 0
+        need = self._estimate(schedule, prompts.images, guided, prompts.text_length, prompts.encodes)
         need.require(self.device, prompts.images, schedule)
         draws, seeds = read_draws(seed, generator, prompts.images, self.device)
-        forced = read_forced(force_tokens or (), schedule, prompts.images, self.backbone)
+        forced = read_forced(given(force_tokens, ()), schedule, prompts.images, self.backbone)
         condition = prompts.condition(self)
         clock.mark("encoded")
         call = Call(
@@ -250,13 +295,21 @@ class Pipeline:
     def encode(self, images: Image.Image | Sequence[Image.Image] | Tensor) -> list[Tensor]:
         """Pictures, or a tensor [B, 3, H, W] in [-1, 1] -> the tokens of every scale, as `force_tokens` takes them."""
         pixels = images if isinstance(images, Tensor) else from_pil(images)
-        if pixels.ndim != 4 or pixels.shape[1] != 3:
-            raise NextscaleError(f"images must be [B, 3, H, W] in [-1, 1], not {list(pixels.shape)}")
+        if pixels.ndim != 4 or pixels.shape[1] != 3 or not pixels.numel() or not pixels.is_floating_point():
+            raise NextscaleError(f"images must be floats [B, 3, H, W] in [-1, 1], not {shown(pixels)}")
+        if not torch.isfinite(pixels).all():
+            raise NextscaleError("images hold NaN or infinite values; allowed: numbers in [-1, 1]")
         height, width = pixels.shape[2:]
-        return self.tokenizer.encode(pixels.to(self.device), self.schedule(height, width)).tokens
+        pixels = pixels.to(self.device, torch.float32)
+        return self.tokenizer.encode(pixels, self.schedule(height, width)).tokens
 
     def decode(self, features: Tensor) -> Tensor:
         """Feature maps [B, d, H, W] -> images [B, 3, H, W] in [-1, 1]."""
+        d, side = self.tokenizer.config.code_dim, LONGEST_SIDE
+        fine = isinstance(features, Tensor) and features.ndim == 4 and features.is_floating_point()
+        if not fine or features.shape[1] != d or not features.numel() or max(features.shape[2:]) > side:
+            raise NextscaleError(f"feature maps must be floats [B, {d}, H, W], not {shown(features)}")
+        features = features.to(self.device, torch.float32)
         images = self.start_decoding(features, Eager())
         self.require_finite(torch.isfinite(images).all())
         return images
@@ -282,7 +335,7 @@ class Pipeline:
     ) -> Schedule:
         """The grids of a picture of this size; by default the square that the model was made for."""
         sized = height is not None or width is not None
-        budget = pixel_budget if sized else pixel_budget or self.spec.pixel_budget
+        budget = pixel_budget if sized else given(pixel_budget, self.spec.pixel_budget)
         return self.backbone.schedule(Size(height, width, aspect_ratio, budget), self.tokenizer.stride)
 
     def estimate(
@@ -295,18 +348,21 @@ class Pipeline:
     ) -> Estimate:
         """Memory that a guided call will need. A method only ever needs less KV cache than the plain run."""
         check_method(method)
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-            raise NextscaleError(f"batch must be at least 1, not {batch!r}")
-        return self._estimate(self.schedule(height, width), batch, guided=True, text_length=text_length)
+        batch, text_length = read_count(batch, "batch", least=1), read_count(text_length, "text_length")
+        return self._estimate(self.schedule(height, width), batch, True, text_length, encodes=True)
 
-    def _estimate(self, schedule: Schedule, images: int, guided: bool, text_length: int) -> Estimate:
-        encoder = self.text_encoder.nbytes if self.text_encoder is not None else 0
-        key = self.backbone.dtype, self.tokenizer.dtype, encoder, schedule, images, guided, text_length
+    def _estimate(self, schedule: Schedule, images: int, guided: bool, text_length: int, encodes: bool) -> Estimate:
+        """`encodes`: whether the text encoder will be needed, which may not be loaded yet."""
+        encoder, rests = 0, self.offload is not None
+        if self.text_encoder is not None:
+            encoder = nbytes_of(self.text_encoder, self.device) if encodes else 0 if rests else self.text_encoder.nbytes
+        key = self.backbone.dtype, self.tokenizer.dtype, encoder, rests, schedule, images, guided, text_length
         if key not in self._estimates:  # counting takes as long as a small scale
             modules = (self.backbone, self.tokenizer)
             tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
-            weights = sum(t.nbytes for t in tensors) + encoder
-            found = estimate(self.backbone, self.tokenizer, schedule, images, guided, text_length, weights)
+            weights = sum(t.nbytes for t in tensors)
+            made = estimate(self.backbone, self.tokenizer, schedule, images, guided, text_length, weights)
+            found = dataclasses.replace(made, text_encoder=encoder, offload=rests)
             self._estimates = {key: found}
         return self._estimates[key]
 
@@ -323,11 +379,10 @@ class Pipeline:
     ) -> Sampling:
         """The values given, or else those that the model's authors publish, as one per scale."""
         d, depth = self.spec.defaults, self.backbone.depth
-        guidance_layers = (guidance_layers,) if isinstance(guidance_layers, int) else tuple(guidance_layers)
-        if any(not -depth < layer <= 0 for layer in guidance_layers):
-            raise NextscaleError(
-                f"guidance_layers {list(guidance_layers)} must lie between {1 - depth} and 0 (= logits)"
-            )
+        allowed = f"a whole number or a list of them, between {1 - depth} and 0 (= logits)"
+        asked = [guidance_layers] if is_single(guidance_layers) else guidance_layers
+        layers = read_list(asked, "guidance_layers", allowed)
+        layers = [read_count(layer, f"guidance_layers ({allowed})", 1 - depth, 0) for layer in layers]
         return Sampling.make(
             scales,
             guidance=self.backbone.guidance(d.guidance_scale if guidance_scale is None else guidance_scale, scales),
@@ -335,9 +390,9 @@ class Pipeline:
             temperature=d.temperature if temperature is None else temperature,
             top_k=d.top_k if top_k is None else top_k,
             top_p=d.top_p if top_p is None else top_p,
-            greedy=greedy,
-            smooth=(d.smooth and not greedy) if smooth is None else smooth,
-            guidance_layers=guidance_layers,
+            greedy=read_flag(greedy, "greedy"),
+            smooth=(d.smooth and not greedy) if smooth is None else read_flag(smooth, "smooth"),
+            guidance_layers=tuple(layers),
         )
 
     def _warn_of_size(self, schedule: Schedule) -> None:
@@ -361,5 +416,24 @@ def check_method(method: Method | str | None) -> Method | None:
     if isinstance(method, str):
         return parse_method(method)
     if method is not None and not isinstance(method, Method):
-        raise NextscaleError(f"method must be a method such as NOVA(), not {method!r}; by name: {choices(METHODS)}")
+        raise NextscaleError(
+            f"method must be a method such as NOVA(), not {shown(method)}; by name: {choices(METHODS)}"
+        )
     return method
+
+
+def check_encoder(encoder: TextEncoder | None) -> None:
+    if encoder is not None and not all(hasattr(encoder, name) for name in ("encode", "to", "nbytes")):
+        raise NextscaleError(
+            f"text_encoder must be a name, a path, or an object with encode, to and nbytes, not {shown(encoder)}"
+        )
+
+
+def check_offload(offload: str | None) -> None:
+    if offload is not None:
+        read_choice(offload, "offload", OFFLOADS)
+
+
+def given(*values: Any) -> Any:
+    """The first that is not None; the last if none is."""
+    return next((v for v in values if v is not None), values[-1])

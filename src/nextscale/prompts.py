@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nextscale.arguments import is_single, read_count, read_list, shown
 from nextscale.errors import NextscaleError
 from nextscale.models.base import Backbone
 from nextscale.models.infinity import InfinityConfig, TextCondition
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class Prompts(ABC):
     images: int
     text_length: int = 0  # the longest, as far as it is known before encoding
+    encodes: bool = False  # whether a text encoder is needed
 
     @abstractmethod
     def condition(self, pipe: Pipeline) -> Any:
@@ -53,8 +54,7 @@ def read_prompts(
     backbone: Backbone, model: str, prompt: Any, negative: Any, embeds: Any, negative_embeds: Any, repeat: int
 ) -> Prompts:
     """Of whichever kind the model takes."""
-    if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
-        raise NextscaleError(f"num_images_per_prompt must be at least 1, not {repeat!r}")
+    repeat = read_count(repeat, "num_images_per_prompt", least=1)
     if backbone.prompts != "label":
         return read_text(prompt, negative, embeds, negative_embeds, backbone.config, repeat)
     if any(x is not None for x in (negative, embeds, negative_embeds)):
@@ -63,23 +63,10 @@ def read_prompts(
 
 
 def read_labels(prompt: Any, classes: int, repeat: int) -> Labels:
-    sentence = f"a class label is a whole number from 0 to {classes - 1}, not {{!r}}"
-    if prompt is None:
-        raise NextscaleError("this model needs a class label; " + sentence.format(prompt))
-    values = prompt.tolist() if isinstance(prompt, Tensor) else prompt
-    values = [values] if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) else list(values)
+    values = [prompt] if is_single(prompt) or isinstance(prompt, (str, bytes)) else list(prompt)
     if not values:
         raise NextscaleError("no class label was given")
-    labels = []
-    for value in values:
-        try:
-            label = -1 if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            label = -1
-        if not 0 <= label < classes:
-            raise NextscaleError(sentence.format(value))
-        labels.append(label)
-    return Labels(labels, repeat)
+    return Labels([read_count(value, "a class label", 0, classes - 1) for value in values], repeat)
 
 
 @dataclass
@@ -96,6 +83,10 @@ class Texts(Prompts):
     @property
     def images(self) -> int:  # type: ignore[override]
         return len(self.prompts or self.embeds or ()) * self.repeat
+
+    @property
+    def encodes(self) -> bool:  # type: ignore[override]
+        return bool(self.prompts or any(self.negatives or ()))
 
     def condition(self, pipe: Pipeline) -> TextCondition:
         texts: list[Any] | None = self.embeds
@@ -126,14 +117,14 @@ def read_text(
         raise NextscaleError("give either a prompt or prompt_embeds")
     if negative is not None and negative_embeds is not None:
         raise NextscaleError("give either a negative_prompt or negative_prompt_embeds, not both")
-    prompts = None if prompt is None else _strings(prompt, "prompt")
+    prompts = None if prompt is None else read_strings(prompt, "prompt")
     if prompts is not None and any(not p.strip() for p in prompts):
         raise NextscaleError("the prompt is empty; say what the picture should show")
     features = None if embeds is None else _features(embeds, "prompt_embeds", config)
     count = len(prompts or features or ())
     if not count:
         raise NextscaleError("no prompt was given")
-    negatives = None if negative is None else _strings(negative, "negative_prompt")
+    negatives = None if negative is None else read_strings(negative, "negative_prompt")
     negative_features = (
         None if negative_embeds is None else _features(negative_embeds, "negative_prompt_embeds", config)
     )
@@ -148,22 +139,24 @@ def read_text(
     return Texts(prompts, negatives, features, negative_features, repeat, length)
 
 
-def _strings(value: Any, name: str) -> list[str]:
-    values = [value] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
+def read_strings(value: Any, name: str) -> list[str]:
+    single = isinstance(value, (str, bytes)) or not isinstance(value, Sequence)
+    values: list[Any] = [value] if single else list(value)
     for v in values:
         if not isinstance(v, str):
-            raise NextscaleError(f"{name} must be text or a list of texts, not {v!r}")
+            raise NextscaleError(f"{name} must be text or a list of texts, not {shown(v)}")
         if any("\ud800" <= letter <= "\udfff" for letter in v):  # bytes of a command line that were no UTF-8
-            raise NextscaleError(f"{name} holds broken characters: {v!r}")
+            raise NextscaleError(f"{name} holds broken characters: {shown(v)}")
     return values
 
 
 def _features(value: Any, name: str, config: InfinityConfig) -> list[Tensor]:
-    if not isinstance(value, (Tensor, Sequence)):
-        raise NextscaleError(f"{name} must be a tensor or a list of tensors, not {value!r}")
-    rows = [value] if isinstance(value, Tensor) and value.ndim == 2 else list(value)
+    one = isinstance(value, Tensor) and value.ndim == 2
+    rows = [value] if one else read_list(value, name, "a tensor or a list of tensors")
     for row in rows:
         if not isinstance(row, Tensor) or row.ndim != 2 or not config.reads(*row.shape):
-            shape = list(row.shape) if isinstance(row, Tensor) else type(row).__name__
+            shape = list(row.shape) if isinstance(row, Tensor) else shown(row)
             raise NextscaleError(f"{name} must be [1..{config.text_length}, {config.text_dim}] per image, not {shape}")
+        if not row.is_floating_point():
+            raise NextscaleError(f"{name} must be floating-point numbers, not {shown(row)}")
     return rows

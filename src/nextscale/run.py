@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nextscale.arguments import shown
 from nextscale.errors import NextscaleError
 from nextscale.kv import LayerCache
 from nextscale.models.base import Backbone
@@ -131,8 +132,11 @@ class Run:
         self.features[which] = features
         self.tokens[scale.index][which] = tokens.to(torch.int32)
 
-    def replace_features(self, features: Tensor) -> None:
+    def replace_features(self, features: Any) -> None:
         """The caller goes on with maps of its own."""
+        if not isinstance(features, Tensor):
+            allowed = "None, False to stop, or a tensor like `features`"
+            raise NextscaleError(f"the callback returned {shown(features)}; allowed: {allowed}")
         if features.shape != self.features.shape:
             raise NextscaleError(
                 f"the callback returned features of shape {list(features.shape)}, not {list(self.features.shape)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nextscale.arguments import is_single, read_count, read_list, read_number, shown
 from nextscale.draws import Draws, PerImageDraws
 from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
@@ -19,6 +19,8 @@ from nextscale.schedule import Scale, Schedule
 if TYPE_CHECKING:
     from nextscale.models.base import Backbone
     from nextscale.tokenizers.base import ImageTokenizer
+
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,12 @@ class Sampling:
     guidance_layers: tuple[int, ...] = (0,)  # 0 = on the logits, -n = after the n-th block from the end
 
     def __post_init__(self) -> None:
-        if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in self.top_k):
-            raise NextscaleError(f"top_k must be 0 (off) or a positive number, not {self.top_k[0]}")
-        if not isinstance(self.top_p, (int, float)) or not 0 <= self.top_p <= 1:
-            raise NextscaleError(f"top_p must lie in [0, 1] (0 = off), not {self.top_p!r}")
-        if any(not 0 < t < math.inf for t in self.temperature):
+        if not 0 <= self.top_p <= 1:
+            raise NextscaleError(f"top_p must lie in [0, 1] (0 = off), not {self.top_p}")
+        if any(t <= 0 for t in self.temperature):
             raise NextscaleError(f"temperature must be above 0 (greedy=True for none), not {min(self.temperature)}")
         if self.greedy and self.smooth:
             raise NextscaleError("greedy and smooth contradict each other: choose one")
-        if any(not math.isfinite(w) for w in self.guidance):
-            raise NextscaleError("guidance_scale must be a finite number")
 
     @classmethod
     def make(
@@ -58,13 +56,14 @@ class Sampling:
         **rest: Any,
     ) -> Sampling:
         """Single numbers hold for every scale; `guidance` comes in its final form from the backbone."""
-        ks = (top_k,) if isinstance(top_k, int) else tuple(top_k)
+        ks = [top_k] if is_single(top_k) else read_list(top_k, "top_k", "a whole number or a list of them")
+        ks = [read_count(k, "top_k (0 = off)") for k in ks or [0]]
         return cls(
             guidance,
             per_scale(temperature, scales, "temperature"),
             progress or tuple(k / max(scales - 1, 1) for k in range(scales)),
             (*ks, *ks[-1:] * scales)[:scales],
-            top_p,
+            read_number(top_p, "top_p", "a number in [0, 1] (0 = off)"),
             **rest,
         )
 
@@ -127,8 +126,10 @@ def sample(
     return Drawn(tokens, tokenizer.codes(tokens))
 
 
-def read_forced(tokens: Sequence[Tensor], schedule: Schedule, images: int, backbone: Backbone) -> list[Tensor]:
+def read_forced(tokens: Any, schedule: Schedule, images: int, backbone: Backbone) -> list[Tensor]:
     """Tokens of the first scales as the user gives them, checked; one set may stand for all images."""
+    if not isinstance(tokens, (list, tuple)):
+        raise NextscaleError(f"force_tokens must be a list of tensors, one for each scale, not {shown(tokens)}")
     if len(tokens) > len(schedule):
         raise NextscaleError(f"force_tokens has {len(tokens)} scales, the schedule {len(schedule)}")
     forced = []
@@ -136,10 +137,10 @@ def read_forced(tokens: Sequence[Tensor], schedule: Schedule, images: int, backb
         where, shape = f"force_tokens of scale {scale.index + 1}", (scale.tokens, *backbone.token_shape)
         try:
             t = torch.as_tensor(given, device=backbone.device)
-        except (TypeError, ValueError, RuntimeError):
-            raise NextscaleError(f"{where} must be a tensor of whole numbers") from None
-        if t.dtype.is_floating_point or t.dtype == torch.bool:
-            raise NextscaleError(f"{where} must be whole numbers, not {t.dtype}")
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise NextscaleError(f"{where} must be a tensor of whole numbers, not {shown(given)}") from None
+        if t.dtype not in WHOLE or t.layout != torch.strided:
+            raise NextscaleError(f"{where} must be whole numbers, not {shown(t)}")
         t = t.long()
         if t.shape == shape:
             t = t.expand(images, *shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from nextscale.arguments import read_choice, read_count, read_number
 from nextscale.errors import NextscaleError, choices
 
 Grid = tuple[int, int]
@@ -76,9 +77,15 @@ class Size:
     pixel_budget: str | None = None
 
     def __post_init__(self) -> None:
-        for side in (self.height, self.width):
-            if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 1):
-                raise NextscaleError(f"height and width are whole numbers of pixels, not {side!r}")
+        # As Python's own numbers: they may have come from any library.
+        for name in ("height", "width"):
+            if (side := getattr(self, name)) is not None:
+                object.__setattr__(self, name, read_count(side, f"{name} (in pixels)", least=1))
+        if self.aspect_ratio is not None:
+            ratio = read_number(self.aspect_ratio, "aspect_ratio", "a height/width ratio, e.g. 1.5")
+            object.__setattr__(self, "aspect_ratio", ratio)
+        if self.pixel_budget is not None:
+            read_choice(self.pixel_budget, "pixel budget", PIXEL_BUDGETS)
 
 
 def only_square(sides: Sequence[int], size: Size, stride: int) -> Schedule:
@@ -125,11 +132,10 @@ def _extended(row: tuple[Grid, ...]) -> tuple[Grid, ...]:
 
 def infinity_schedule(aspect_ratio: float = 1.0, pixel_budget: str = "1M") -> Schedule:
     """The schedule of a height/width ratio (within 2 % of a row of the table) and a pixel budget."""
-    if pixel_budget not in PIXEL_BUDGETS:
-        raise NextscaleError(f"unknown pixel budget {pixel_budget!r}; allowed: {choices(PIXEL_BUDGETS)}")
-    if not isinstance(aspect_ratio, (int, float)) or not 0 < aspect_ratio < 100:
+    read_choice(pixel_budget, "pixel budget", PIXEL_BUDGETS)
+    if not 0 < aspect_ratio < 100:
         raise NextscaleError(
-            f"aspect_ratio {aspect_ratio!r} is not a height/width ratio; allowed: {choices(sorted(INFINITY_GRIDS))}"
+            f"aspect_ratio {aspect_ratio:g} is not a height/width ratio; allowed: {choices(sorted(INFINITY_GRIDS))}"
         )
     key = min(INFINITY_GRIDS, key=lambda k: abs(aspect_ratio - k))
     if abs(aspect_ratio / key - 1) > 0.02:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nextscale.errors import NextscaleError
+from nextscale.arguments import read_choice, read_count, read_path
 from nextscale.methods.base import Choices, Decision, Policy, Stats
 from nextscale.models.base import Backbone, State
 from nextscale.run import Rows
@@ -99,13 +99,10 @@ class Trace:
 
     def kept(self, image: int, scale: int, layer: int, group: str | None = None, row: int = 0) -> np.ndarray:
         """Which cells were computed, [h, w] of bool. Scale and layer count from 1; row 1 is the unconditional one."""
-        where = list(self.schedule)[scale - 1] if 1 <= scale <= len(self.schedule) else None
-        part = group or "self"
-        if where is None or not 1 <= layer <= self.costs.depth or part not in self.costs.parts:
-            raise NextscaleError(
-                f"the trace has scales 1..{len(self.schedule)}, layers 1..{self.costs.depth} and "
-                f"groups {', '.join(self.costs.parts)}"
-            )
+        image = read_count(image, "image", 0, len(self.images) - 1)
+        where = list(self.schedule)[read_count(scale, "scale", 1, len(self.schedule)) - 1]
+        layer, row = read_count(layer, "layer", 1, self.costs.depth), read_count(row, "row", 0, 1)
+        part = "self" if group is None else read_choice(group, "group", self.costs.parts)
         record = self.records.get(where.index)
         places = [] if record is None else [r for r, owner in enumerate(record.rows.all) if owner == image]
         if record is None or row >= len(places):
@@ -216,7 +213,7 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """As JSON; a name ending in .npz stores the maps of computed cells of every image, scale, layer and group."""
-        path = Path(path)
+        path = Path(read_path(path, "the path of a trace"))
         with whole_file(path) as file:
             if path.suffix == ".npz":
                 np.savez_compressed(file, **self._maps())
@@ -236,7 +233,7 @@ class Trace:
 
     def share(self, image: int = 0) -> float:
         """The tokens computed for an image, of those that a plain run computes; guidance rows count."""
-        counts = self._image(image)
+        counts = self._image(read_count(image, "image", 0, len(self.images) - 1))
         return counts["row_tokens_computed"] / counts["row_tokens_full"]
 
     def summary(self) -> str:

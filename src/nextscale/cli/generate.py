@@ -63,6 +63,7 @@ def generate(
         ),
     ] = "eager",
     quantize: Annotated[str | None, typer.Option(help="fp8: 8-bit weights and activations on a GPU.")] = None,
+    offload: Annotated[str | None, typer.Option(help="text: the text encoder rests on the host.")] = None,
     revision: Revision = None,
     preview: Annotated[
         Path | None, typer.Option(help="Write the picture as it is after every scale into this folder.")
@@ -92,6 +93,7 @@ def generate(
         revision=revision,
         runtime=runtime,
         quantize=quantize,
+        offload=offload,
         progress_bar=False if quiet else None,
     )
     result = pipe(

@@ -53,7 +53,7 @@ class FP8Layer(nn.Module):
         self.factor = 1 / (by * self.reads.by)
         self.register_buffer("weight", (weight * by).to(FORMAT))
         for name, value in (("into", self.reads.by), ("out", self.factor), ("one", 1.0)):
-            self.register_buffer(name, torch.tensor(value, device=weight.device))
+            self.register_buffer(name, torch.tensor(value, dtype=torch.float32, device=weight.device))
         self.bias = layer.bias
         self.dtype = layer.weight.dtype  # of what it gives
 

@@ -7,8 +7,8 @@ The base `Policy` decides nothing: it is the plain run.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nextscale.arguments import LARGEST, read_count, read_flag, read_list, read_number, read_text, shown
 from nextscale.entropy import token_entropy
 from nextscale.errors import NextscaleError, choices
 from nextscale.kernels.lens import Filled
@@ -122,6 +123,7 @@ class Policy:
     capturable: bool = False
 
     method: Any = None  # its settings, hashable: policies with equal ones run the same code
+    name: str = ""  # of the method, for errors
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -147,6 +149,9 @@ class Policy:
         c = self.context
         guided = (scale.index < c.sampling.guided_until,) * c.images
         usual = ScalePlan(("run",) * c.images, guided, 0, (c.parts,), looks=not self.looks_away)
+        unknown = [name for name in more if name not in ScalePlan._fields]
+        if unknown:
+            raise NextscaleError(f"a plan has no field {unknown[0]!r}; allowed: {choices(ScalePlan._fields)}")
         return usual._replace(**more)
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
@@ -229,8 +234,23 @@ class Method(ABC):
     summary: ClassVar[str]  # one sentence
     paper: ClassVar[str] = ""
 
+    def __post_init__(self) -> None:
+        """Read fields by the kind that they are declared as; those who have ranges, too, check them behind this."""
+        for f in dataclasses.fields(self):
+            read = _READERS.get(getattr(f.type, "__name__", f.type))
+            if read is not None:
+                object.__setattr__(self, f.name, read(getattr(self, f.name), f"{self.name}: {f.name}"))
+
     @abstractmethod
     def start(self, context: Context) -> Policy: ...
+
+    def begin(self, context: Context) -> Policy:
+        """`start`, for those who run it."""
+        policy = self.start(context)
+        if not isinstance(policy, Policy):
+            raise NextscaleError(f"{self.name}: start must return a Policy, not {shown(policy)}")
+        policy.name = self.name
+        return policy
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "fields": dataclasses.asdict(self)}
@@ -266,17 +286,35 @@ class Method(ABC):
     def require(self, name: str, low: float, high: float, *, above: bool = False, below: bool = False) -> None:
         """Check a field's range; `above` and `below` leave out the ends."""
         value = getattr(self, name)
-        number = isinstance(value, int) and not isinstance(value, bool)
-        number = number or (isinstance(value, float) and math.isfinite(value))
-        inside = number and low <= value <= high and not (above and value == low) and not (below and value == high)
-        if not inside:
+        if not low <= value <= high or (above and value == low) or (below and value == high):
             interval = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
-            raise NextscaleError(f"{self.name}: {name} must lie in {interval}, not {value!r}")
+            raise NextscaleError(f"{self.name}: {name} must lie in {interval}, not {shown(value)}")
 
     def require_one_of(self, name: str, allowed: tuple[Any, ...]) -> None:
         value = getattr(self, name)
         if value not in allowed:
-            raise NextscaleError(f"{self.name}: {name} must be one of {choices(allowed)}, not {value!r}")
+            raise NextscaleError(f"{self.name}: {name} must be one of {choices(allowed)}, not {shown(value)}")
+
+
+def _read_method(value: Any, name: str) -> Method:
+    if not isinstance(value, Method):
+        raise NextscaleError(f"{name} must be a method such as NOVA(), not {shown(value)}")
+    return value
+
+
+def _read_methods(value: Any, name: str) -> tuple[Method, ...]:
+    return tuple(_read_method(v, name) for v in read_list(value, name, "a list of methods"))
+
+
+# Of fields, by what they are declared as.
+_READERS: dict[Any, Callable[[Any, str], Any]] = {
+    "int": functools.partial(read_count, least=-LARGEST),
+    "float": read_number,
+    "bool": read_flag,
+    "str": read_text,
+    "Method": _read_method,
+    "tuple[Method, ...]": _read_methods,
+}
 
 
 def read_stored(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
+from nextscale.methods.checks import check_plan
 from nextscale.methods.numbers import HostNumbers
 from nextscale.methods.residual import TokenCaches
 from nextscale.methods.selection import Selection
@@ -31,13 +32,14 @@ class Compose(Method):
     parts: tuple[Method, ...]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         flat = tuple(p for part in self.parts for p in (part.parts if isinstance(part, Compose) else (part,)))
         object.__setattr__(self, "parts", flat)
         if not flat:
             raise NextscaleError("compose needs at least one method")
 
     def start(self, context: Context) -> Policy:
-        policies = [part.start(context) for part in self.parts]
+        policies = [part.begin(context) for part in self.parts]
         selecting = [p for p in policies if type(p).select is not Policy.select]
         if len(selecting) > 1:
             names = " and ".join(m.name for m, p in zip(self.parts, policies, strict=True) if p in selecting)
@@ -90,6 +92,9 @@ class ComposedPolicy(Policy):
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
         plans = [p.begin_scale(scale) for p in self.policies]
+        c = self.context
+        for policy, plan in zip(self.policies, plans, strict=True):
+            check_plan(policy, plan, c.images, c.depth, c.parts, c.schedule.tokens)
         chosen = plans[self.policies.index(self.selecting)] if self.selecting in self.policies else plans[0]
         return ScalePlan(
             actions=tuple(

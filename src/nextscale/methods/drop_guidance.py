@@ -19,6 +19,7 @@ class DropGuidance(Method):
     from_scale: int = 10  # the first unguided scale, from 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require("from_scale", 1, 1000)
 
     def start(self, context: Context) -> Policy:

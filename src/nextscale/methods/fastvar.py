@@ -31,6 +31,7 @@ class FastVAR(Method):
     restore_mode: str = "area"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require("first_layer", 0, 1)
         self.require("last_layer", 0, 1)
         self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))

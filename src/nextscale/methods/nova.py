@@ -58,6 +58,7 @@ class NOVA(Method):
     allow_empty: bool = False  # a layer may keep no token at all
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require("t_est", 2, 1000)
         self.require("alpha", 0, 10)
         self.require("tau", 0, 100, above=True)
@@ -125,7 +126,7 @@ class NOVAPolicy(CachedPolicy):
             self.scale_ratio = self.told("ratio", self.ratio[t])
         if self.method.metric == "random":
             # The same tokens in all layers: else hardly a cell would pass through all of them.
-            noise = torch.rand(scale.tokens, generator=torch.Generator().manual_seed(scale.index))
+            noise = torch.rand(scale.tokens, generator=torch.Generator().manual_seed(scale.index), dtype=torch.float32)
             self.told(f"noise {t}", noise.double())
         needs = (
             frozenset({"attention_entropy"})

@@ -24,10 +24,11 @@ class RandomSelection(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require("seed", 0, 2**31)
 
     def start(self, context: Context) -> Policy:
-        policy = self.like.start(context)
+        policy = self.like.begin(context)
         inner = policy.select
 
         def select(layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
@@ -37,7 +38,7 @@ class RandomSelection(Method):
             # The same order for every image and row: a batch draws what single runs draw.
             key = f"{self.seed}/{stats.scale.index}/{layer}/{group}".encode()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little") % (2**31 - 1))
-            noise = torch.rand(stats.scale.tokens, generator=generator).to(x.device)
+            noise = torch.rand(stats.scale.tokens, generator=generator, dtype=torch.float32).to(x.device)
             return keep_highest(noise.expand(len(x), -1), chosen.count, chosen.index.shape[1])
 
         policy.select = select  # type: ignore[method-assign]

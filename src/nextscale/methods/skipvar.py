@@ -55,6 +55,7 @@ class SkipVAR(Method):
     preview: float = 5 / 13  # the scale whose size the previews have
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require("at", 0, 1, above=True, below=True)
         self.require("preview", 0, 1, above=True)
 

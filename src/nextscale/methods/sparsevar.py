@@ -36,6 +36,7 @@ class SparseVAR(Method):
     restore_mode: str = "bilinear"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require("start_scale", 0, 1, above=True)
         self.require("tau", 0, 1)
         self.require("block", 0, 1)

@@ -42,6 +42,7 @@ class ToProVAR(Method):
     uncomputed: str = "sample"  # cells that some layer left out are sampled like all others, or add "nothing"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require("tau", 0, 1)
         self.require("beta", 0, 1000)
         self.require("a_min", 0, 1)
@@ -82,7 +83,8 @@ class ToProVARPolicy(CachedPolicy):
         self.told("active", [float(a) for a in active])
         if not self.method.token_stage:
             n = scale.tokens
-            self.told(f"order {n}", torch.rand(n, generator=torch.Generator().manual_seed(n)).double())
+            order = torch.rand(n, generator=torch.Generator().manual_seed(n), dtype=torch.float32)
+            self.told(f"order {n}", order.double())
         return self.plan(scale, needs=needs, slots=self._slots(scale), variant="reduced")
 
     def _slots(self, scale: Scale) -> tuple[int, ...]:

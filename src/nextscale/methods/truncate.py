@@ -19,6 +19,7 @@ class Truncate(Method):
     k: int = 1  # scales to leave out
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require("k", 0, 1000)
 
     def start(self, context: Context) -> Policy:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nextscale.arguments import is_single
 from nextscale.draws import Draws
 from nextscale.guidance import combine, ramp
 from nextscale.kernels.modulate import Norm
@@ -182,12 +183,12 @@ class HART(Backbone):
         """cos and sin per channel, [R, N, D, 2]; of the text at the first scale."""
         d = self.head_dim
         if scale.index == 0:
-            rates = 10000 ** (-2 * torch.arange(d // 2, device=self.device) / d)
+            rates = 10000 ** (-2 * torch.arange(d // 2, device=self.device, dtype=torch.float32) / d)
             angle = (state.places[..., None] * rates).repeat(1, 1, 2)
         else:
-            rates = 10000 ** (-4 * torch.arange(d // 4, device=self.device) / d)
+            rates = 10000 ** (-4 * torch.arange(d // 4, device=self.device, dtype=torch.float32) / d)
             last = self.config.sides[-1]
-            line = [torch.arange(n, device=self.device) / n * last for n in scale.grid]
+            line = [torch.arange(n, device=self.device, dtype=torch.float32) / n * last for n in scale.grid]
             row, column = torch.meshgrid(*line, indexing="ij")
             # The picture begins where the text ends. Rows and columns turn different halves of a pair.
             place = torch.stack((row, column), -1).flatten(0, 1) + state.places[:, -1, None, None]
@@ -223,8 +224,7 @@ class HART(Backbone):
 
     def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
         weights = ramp(value, scales)
-        single = not isinstance(value, Sequence) and not (isinstance(value, Tensor) and value.ndim)
-        return (*weights[:-1], weights[-2]) if single and scales > 1 else weights
+        return (*weights[:-1], weights[-2]) if is_single(value) and scales > 1 else weights
 
     def progress(self, scales: int) -> tuple[float, ...]:
         """The original never updates it at the last scale."""

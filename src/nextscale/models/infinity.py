@@ -165,7 +165,7 @@ def rotary_table(head_dim: int, schedule: Schedule, device: torch.device) -> Ten
     frequency = 1.0 / (10000 ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
 
     def angles(cells: int, of: int) -> Tensor:
-        place = torch.arange(cells) * (of / cells)
+        place = torch.arange(cells, dtype=torch.float32) * (of / cells)
         return torch.outer(place.round() if cells <= of else place, frequency)  # half to even, as torch does
 
     def grid_angles(grid: Grid) -> Tensor:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nextscale.arguments import read_choice
 from nextscale.devices import name_of
-from nextscale.errors import NextscaleError, choices
+from nextscale.errors import NextscaleError
 from nextscale.kernels.conv import new_enough, takes
 from nextscale.kernels.fp8 import OLDEST, FP8Conv, FP8Layer, FP8Linear, fits
 from nextscale.models.base import Backbone
@@ -26,8 +27,7 @@ PASSED = 0.5  # of the size of its input is left by GELU or SiLU
 def check_quantize(kind: str | None, device: torch.device) -> None:
     if kind is None:
         return
-    if kind not in KINDS:
-        raise NextscaleError(f"unknown quantize {kind!r}; allowed: {choices(KINDS)}")
+    read_choice(kind, "quantize", KINDS)
     if device.type != "cuda":
         raise NextscaleError(f"quantize='fp8' needs a CUDA GPU, not {device.type}")
     if torch.cuda.get_device_capability(device) < OLDEST:
@@ -44,17 +44,23 @@ def check_change(backbone: Backbone, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def to_fp8(backbone: Backbone, tokenizer: ImageTokenizer) -> None:
-    """In place. The old weights are let go of one by one. A decoder's convolutions only where a kernel gains by it."""
+def to_fp8(backbone: Backbone, tokenizer: ImageTokenizer, device: torch.device | None = None) -> None:
+    """In place. The old weights are let go of one by one. A decoder's convolutions only where a kernel gains by it.
+
+    A model that is to come to another `device` comes block by block, and is never there as a whole before it is small.
+    """
     if backbone.dtype not in (torch.bfloat16, torch.float16):
         raise NextscaleError(f"quantize='fp8' needs dtype bfloat16 or float16, not {name_of(backbone.dtype)}")
     text = text_size(backbone)
     for block in backbone.blocks:
+        block.to(device)
         for part in block.modules():
             for name, size in usual_sizes(part, text).items():  # the large layers; text is read once, heads decide
                 layer = getattr(part, name)
                 if fits(layer):
                     setattr(part, name, FP8Linear(layer, size))
+    backbone.to(device)
+    tokenizer.to(device)
     if new_enough(tokenizer.device):
         round_convolutions(tokenizer.decoder, takes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nextscale.errors import NextscaleError, choices
+from nextscale.arguments import read_choice
 from nextscale.models.hart import HARTConfig
 from nextscale.models.infinity import InfinityConfig
 from nextscale.models.var import VARConfig
@@ -184,6 +184,4 @@ def published() -> list[ModelSpec]:
 
 
 def get_model(name: str) -> ModelSpec:
-    if name not in MODELS:
-        raise NextscaleError(f"unknown model {name!r}; allowed: {choices(MODELS)}")
-    return MODELS[name]
+    return MODELS[read_choice(name, "model", MODELS)]

@@ -18,7 +18,9 @@ FREQUENCIES = 128
 
 def sinusoid(value: Tensor) -> Tensor:
     """cos, then sin, of `value` [...] at 128 frequencies: [..., 256]."""
-    rates = torch.exp(-math.log(10000) * torch.arange(FREQUENCIES, device=value.device) / FREQUENCIES)
+    rates = torch.exp(
+        -math.log(10000) * torch.arange(FREQUENCIES, device=value.device, dtype=torch.float32) / FREQUENCIES
+    )
     angle = value.float()[..., None] * rates
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
 

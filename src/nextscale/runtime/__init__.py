@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from nextscale.errors import NextscaleError, choices
+from nextscale.arguments import read_choice
+from nextscale.errors import NextscaleError
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.eager import Eager
 from nextscale.runtime.graphs import Graphs
@@ -23,8 +24,7 @@ OLDEST = (7, 0)  # of the GPUs that Triton, and so torch.compile, writes code fo
 
 
 def check_runtime(runtime: str) -> None:
-    if runtime not in RUNTIMES:
-        raise NextscaleError(f"unknown runtime {runtime!r}; allowed: {choices(RUNTIMES)}")
+    read_choice(runtime, "runtime", RUNTIMES)
 
 
 def make_executor(runtime: str, device: torch.device) -> Eager:

@@ -14,10 +14,12 @@ from torch import Tensor
 from nextscale.attention import fresh_shapes
 from nextscale.draws import Draws
 from nextscale.entropy import token_entropy
+from nextscale.errors import NextscaleError
 from nextscale.guidance import combine, combine_inside
 from nextscale.kernels.lens import Lens, looks
 from nextscale.kv import LayerCache, Memory, WatchedCache, count_lengths
 from nextscale.methods.base import Numbers, Policy, ScalePlan, Stats
+from nextscale.methods.checks import check_completed, check_report, check_selection, check_states
 from nextscale.methods.selection import Selection
 from nextscale.models.base import Backbone, through
 from nextscale.models.stream import Stream
@@ -120,13 +122,21 @@ class Eager:
         before = rows.spread(tokenizer.inputs(features, scale)) if scale.index else None
         x = backbone.embed(state, before, scale)
         x, stats = self.run_blocks(work, task, x, kv, weight)
-        x, cell_weight = policy.complete(x, stats)
+        completed = policy.complete(x, stats)
+        check_completed(policy, completed, x, rows.images)
+        x, cell_weight = completed
         raw = self.head(backbone, state, x)
         on_logits = weight if 0 in sampling.guidance_layers else 1.0
         logits = combine(raw, rows.images, rows.guided, on_logits, 1 / sampling.temperature[scale.index])
-        self.require_finite(raw, logits, scale, backbone)
+        try:
+            self.require_finite(raw, logits, scale, backbone)
+        except NextscaleError as error:
+            if not policy.name:
+                raise
+            raise NextscaleError(f"{error}, or {policy.name} made such values") from None
         policy.end_scale(x, raw, logits, stats)
         report = policy.report(stats)
+        check_report(policy, report)
         self.told(report)
         target = work.forced[scale.index][list(rows.which)] if scale.index < len(work.forced) else None
         drawn = sample(logits, scale, sampling, work.draws, rows.which, tokenizer, target)
@@ -170,16 +180,21 @@ class Eager:
                     continue
                 x = stream.sum
                 chosen = policy.select(layer, group, x[:, before:], stats)
+                if chosen is not None:
+                    check_selection(policy, chosen, x[:, before:])
                 through = None if chosen is None else chosen.behind(before)
                 stream = Stream(x, through)
                 with nullcontext() if chosen is None else fresh_shapes(x.device):
                     self.through(block, group, stream, given, positions, memory, through)
                 taken.update(dict.fromkeys(group, chosen))
                 if not before:
-                    stream = Stream(policy.fill_stream(layer, group, x, chosen, stream, stats))
+                    filled = policy.fill_stream(layer, group, x, chosen, stream, stats)
+                    check_states(policy, "fill", filled, x)
+                    stream = Stream(filled)
                     continue
                 y = stream.sum
                 filled = policy.fill(layer, group, x[:, before:], chosen, y[:, before:], stats)
+                check_states(policy, "fill", filled, x[:, before:])
                 stream = Stream(torch.cat((y[:, :before], filled), dim=1))
             if layer in work.guide_after:
                 stream = Stream(combine_inside(stream.sum, rows.images, rows.guided, weight))

@@ -25,7 +25,8 @@ from nextscale.draws import PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.base import Policy, Stats
 from nextscale.models.base import Backbone
-from nextscale.packing import pack, set_aside
+from nextscale.offload import set_aside
+from nextscale.packing import pack
 from nextscale.run import Run, not_finite
 from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Task, Work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,3 +22,14 @@ class TextEncoder(Protocol):
         ...
 
     def to(self, device: torch.device | str) -> None: ...
+
+
+# Parameters of the encoders that published models name, for those that are not loaded yet.
+KNOWN = {"flan-t5-xl": 1_223_527_424, "Qwen2-VL-1.5B-Instruct": 1_543_714_304}
+
+
+def nbytes_of(encoder: TextEncoder, device: torch.device) -> int:
+    """Memory of its weights: of those that are loaded or, before that, of those that will be for a device."""
+    if encoder.nbytes or not hasattr(encoder, "dtype_on"):
+        return encoder.nbytes
+    return KNOWN.get(Path(encoder.source).name, 0) * encoder.dtype_on(device).itemsize  # type: ignore[attr-defined]

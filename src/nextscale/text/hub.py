@@ -36,15 +36,19 @@ class HubEncoder:
             raise NextscaleError(
                 "text prompts need transformers: pip install 'nextscale[text]', or pass prompt_embeds="
             ) from None
-        # The authors run it in half precision; on a CPU that is slower and buys nothing.
-        dtype = self.dtype or (torch.float16 if self.device.type == "cuda" else torch.float32)
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.source, **self.hub)
-            self.model = getattr(transformers, self.model_class).from_pretrained(self.source, dtype=dtype, **self.hub)
+            self.model = getattr(transformers, self.model_class).from_pretrained(
+                self.source, dtype=self.dtype_on(self.device), **self.hub
+            )
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise NextscaleError(f"the text encoder {self.source!r} could not be loaded: {reason}") from None
         self.model.eval().requires_grad_(False).to(self.device)
+
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """The authors run it in half precision; on a CPU that is slower and buys nothing."""
+        return self.dtype or (torch.float16 if device.type == "cuda" else torch.float32)
 
     def to(self, device: torch.device | str) -> None:
         self.device = torch.device(device)

@@ -50,12 +50,13 @@ class BSQTokenizer(ImageTokenizer):
         return grid[0] * self.patch, grid[1] * self.patch
 
     def blank(self, batch: int, schedule: Schedule) -> Tensor:
-        return torch.zeros(batch, self.config.code_dim, *self.latent(schedule.last), device=self.device)
+        shape = batch, self.config.code_dim, *self.latent(schedule.last)
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def codes(self, tokens: Tensor) -> Tensor:
         # Scaled so that a latent cell's code has length 1, also when a token holds several cells.
         unit = 1 / self.config.code_dim**0.5
-        return tokens * (2 * unit) - unit
+        return (tokens * (2 * unit) - unit).float()  # whole numbers times a float have the caller's default dtype
 
     def mixture(self, probs: Tensor) -> Tensor:
         raise NextscaleError("smoothed sampling mixes the codes of a codebook, and this model predicts bits")

@@ -69,7 +69,8 @@ class VQTokenizer(ImageTokenizer):
         return self.decoder.conv_in.weight.dtype
 
     def blank(self, batch: int, schedule: Schedule) -> Tensor:
-        return torch.zeros(batch, self.config.code_dim, *schedule.last, device=self.device)
+        shape = batch, self.config.code_dim, *schedule.last
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def codes(self, tokens: Tensor) -> Tensor:
         return self.codebook(tokens)
