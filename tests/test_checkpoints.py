@@ -175,7 +175,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     def fail(step: int) -> None:
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(NextscaleError, match=r"cannot write .*: disk full"):
         convert(plan, tmp_path / "out" / "c", torch.float32, fail)
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -265,6 +265,8 @@ def test_bad_shards(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, second)
     refused("lacks the tensor", folder, vae=vae)
     (folder / "model.safetensors.index.json").write_text("{")
+    refused("index.json is not readable JSON", folder, vae=vae)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../outside.safetensors"}}')
     refused("not a shard index", folder, vae=vae)
     (tmp_path / "empty").mkdir()
     refused("holds no model", tmp_path / "empty")
@@ -275,7 +277,7 @@ def test_bad_shards(tmp_path: Path) -> None:
     config.write_text('{"format": "nextscale", "version": 1, "family": "var", "backbone": 3, "tokenizer": {}}')
     refused("not a config of a converted model", config.parent)
     (folder / "model.safetensors.index.json").write_bytes(b"\xff\xfe\x00")
-    refused("not a shard index", folder, vae=vae)
+    refused("index.json is not readable JSON", folder, vae=vae)
 
 
 def test_the_tokenizer_that_fits_is_chosen(tmp_path: Path) -> None:
@@ -303,7 +305,7 @@ def test_arguments_that_contradict_a_converted_folder(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["backbone"]["depth"] = "4"
     (folder / "config.json").write_text(json.dumps(config))
-    refused("depth = '4' is not of type int", folder)
+    refused("depth = .4. is not a whole number from 1 to 256", folder)
     with pytest.raises(NextscaleError, match="cannot write"):
         convert(plan, Path("/proc/nowhere/x"), torch.float32)
 
