@@ -19,7 +19,7 @@ Limits = dict[str, tuple[int, int]]
 class Config:
     """Base of the frozen dataclasses from which networks are made.
 
-    Fields are whole numbers of at least 1, numbers of at least 0, truth values or lists of whole numbers.
+    Fields are whole numbers of at least 1, fractions (an epsilon, a share), truth values or lists of whole numbers.
     """
 
     limits: ClassVar[Limits] = {}  # the least and most of some whole numbers
@@ -41,7 +41,7 @@ class Config:
 
 _KINDS = {
     "int": "a whole number from {least} to {most}",
-    "float": "a finite number of at least 0",
+    "float": "a number from 0 to 1",
     "bool": "true or false",
     "tuple[int, ...]": "a list of 1 to {items} whole numbers from {least} to {most}",
 }
@@ -61,7 +61,7 @@ def _fits(value: Any, kind: str, least: int, most: int) -> bool:
     if kind == "int":
         return is_whole(value, least, most)
     if kind == "float":
-        return is_number(value)
+        return is_number(value, 0, 1)
     if kind == "bool":
         return isinstance(value, bool)
     return isinstance(value, tuple) and 0 < len(value) <= MAX_ITEMS and all(is_whole(v, least, most) for v in value)

@@ -1,0 +1,1 @@
+"""Files of weights: found, told apart, checked, read and converted."""

@@ -84,8 +84,8 @@ class PickleState(StateFile):
     def __init__(self, path: Path, nested: tuple[str, ...], state: Mapping[str, Tensor]) -> None:
         self.nested = nested
         tensors = {key: t for key, t in state.items() if isinstance(t, Tensor)}
-        if (odd := next((key for key in tensors if not isinstance(key, str)), None)) is not None:
-            raise NextscaleError(f"{path} names a tensor {repr(odd)[:40]}, but names are texts")
+        if odd := [key for key in tensors if not isinstance(key, str)]:
+            raise NextscaleError(f"{path} names a tensor {repr(odd[0])[:40]}, but names are texts")
         super().__init__(path, {key: TensorInfo(tuple(t.shape), t.dtype, _form(t)) for key, t in tensors.items()})
 
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
@@ -275,3 +275,9 @@ def _open_shards(path: Path) -> SafetensorsState:
     if missing:
         raise NextscaleError(f"{path} lacks {len(missing)} of its shards: {choices(missing)}")
     return SafetensorsState(path, shards)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All plain tensors of a weights file from anywhere; nothing in it is ever run."""
+    state = open_states(path)[0]
+    return state.tensors([key for key, info in state.infos.items() if not info.form])

@@ -177,6 +177,8 @@ def _require_pair(backbone: Part, tokenizer: Part) -> None:
                 f"the transformer predicts {b.bits} bits per token, which does not fit the {t.code_dim} channels of "
                 f"the tokenizer {path} (nor 4 x {t.code_dim} with 2 x 2 cells per token)"
             )
+    elif t.hybrid != (backbone.family.name == "hart"):
+        raise NextscaleError(f"the tokenizer {path} has hybrid = {t.hybrid}, which is true of HART's and of no other")
     elif (b.vocabulary, b.code_dim) != (t.vocabulary, t.code_dim):
         raise NextscaleError(
             f"the transformer predicts {b.vocabulary} codes of width {b.code_dim}, but the tokenizer {path} has "

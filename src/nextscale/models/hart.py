@@ -37,6 +37,7 @@ class HARTConfig(Config):
         "diffusion_depth": (1, MAX_BLOCKS),
         "diffusion_steps": (2, STEPS),
         "sides": (1, MAX_SIDE),
+        "text_length": (1, 2**14),
     }
 
     depth: int
