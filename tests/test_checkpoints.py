@@ -17,6 +17,7 @@ import files
 from conftest import ask
 from files import CASE_2B, CASE_8B, VAR_CASE
 from nextscale import Pipeline
+from nextscale.checkpoints import files as files_module
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.convert import convert
 from nextscale.errors import NextscaleError
@@ -114,6 +115,39 @@ def test_a_local_copy_of_the_official_repository_asks_which_model(tmp_path: Path
         Pipeline.from_pretrained(tmp_path)
     with pytest.raises(NextscaleError, match="depth 4 and width 64, not var-d20"):
         Pipeline.from_pretrained(tmp_path, model="var-d20")
+
+
+def test_chunks_lose_no_tensor(tmp_path: Path, monkeypatch) -> None:
+    """The tensor at the boundary of two chunks, too; test files are smaller than one chunk of a real one."""
+    size = 100_000
+    monkeypatch.setattr(files_module, "CHUNK_BYTES", size)
+    weights = files.flat(tmp_path, VAR_CASE)
+    vae = files.tokenizer(tmp_path, VAR_CASE, "v.pth", nested=False)
+    plan = pretrained.read(locate.locate(weights, None, vae, locate.Hub()))
+    state, keys = plan.backbone.state, list(plan.backbone.names)
+    chunks = list(state.chunks(keys))
+    assert len(chunks) > 3
+    assert [key for chunk in chunks for key in chunk] == keys
+    assert all(len(c) == 1 or sum(t.nbytes for t in c.values()) <= size for c in chunks)
+    seen: list[int] = []
+    pipe = Pipeline(*plan.build(torch.float32, "cpu", seen.append), plan.spec)
+    assert sum(seen) == plan.nbytes
+    assert recorded_tokens(VAR_CASE, pipe)
+
+
+def mapped_files() -> set[str]:
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+
+
+def test_a_converted_file_leaves_memory(tmp_path: Path) -> None:
+    """Where some tensors change their dtype, those that do not are copied too: else all of the file stays mapped."""
+    weights, vae = files.flat(tmp_path, CASE_2B), files.tokenizer(tmp_path, CASE_2B, "v.pth")
+    pipe = Pipeline.from_pretrained(weights, vae=vae, dtype="bfloat16")
+    assert pipe.backbone.level_embed.weight.dtype == torch.float32, "one that did not change"
+    assert str(weights) not in mapped_files()
+    same = Pipeline.from_pretrained(weights, vae=vae)
+    assert str(weights) in mapped_files()
+    del same
 
 
 def test_weights_are_mapped_not_copied(tmp_path: Path) -> None:
