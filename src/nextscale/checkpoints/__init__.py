@@ -1,1 +1,0 @@
-"""Files of weights: found, told apart, checked, read and converted."""
