@@ -17,6 +17,7 @@ import files
 from conftest import ask
 from files import CASE_2B, CASE_8B, VAR_CASE
 from nextscale import Pipeline
+from nextscale.checkpoints import files as files_module
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.convert import convert
 from nextscale.errors import NextscaleError
@@ -116,6 +117,39 @@ def test_a_local_copy_of_the_official_repository_asks_which_model(tmp_path: Path
         Pipeline.from_pretrained(tmp_path, model="var-d20")
 
 
+def test_chunks_lose_no_tensor(tmp_path: Path, monkeypatch) -> None:
+    """The tensor at the boundary of two chunks, too; test files are smaller than one chunk of a real one."""
+    size = 100_000
+    monkeypatch.setattr(files_module, "CHUNK_BYTES", size)
+    weights = files.flat(tmp_path, VAR_CASE)
+    vae = files.tokenizer(tmp_path, VAR_CASE, "v.pth", nested=False)
+    plan = pretrained.read(locate.locate(weights, None, vae, locate.Hub()))
+    state, keys = plan.backbone.state, list(plan.backbone.names)
+    chunks = list(state.chunks(keys))
+    assert len(chunks) > 3
+    assert [key for chunk in chunks for key in chunk] == keys
+    assert all(len(c) == 1 or sum(t.nbytes for t in c.values()) <= size for c in chunks)
+    seen: list[int] = []
+    pipe = Pipeline(*plan.build(torch.float32, "cpu", seen.append), plan.spec)
+    assert sum(seen) == plan.nbytes
+    assert recorded_tokens(VAR_CASE, pipe)
+
+
+def mapped_files() -> set[str]:
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+
+
+def test_a_converted_file_leaves_memory(tmp_path: Path) -> None:
+    """Where some tensors change their dtype, those that do not are copied too: else all of the file stays mapped."""
+    weights, vae = files.flat(tmp_path, CASE_2B), files.tokenizer(tmp_path, CASE_2B, "v.pth")
+    pipe = Pipeline.from_pretrained(weights, vae=vae, dtype="bfloat16")
+    assert pipe.backbone.level_embed.weight.dtype == torch.float32, "one that did not change"
+    assert str(weights) not in mapped_files()
+    same = Pipeline.from_pretrained(weights, vae=vae)
+    assert str(weights) in mapped_files()
+    del same
+
+
 def test_weights_are_mapped_not_copied(tmp_path: Path) -> None:
     weights = files.flat(tmp_path, VAR_CASE)
     vae = files.tokenizer(tmp_path, VAR_CASE, "v.pth", nested=False)
@@ -175,7 +209,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     def fail(step: int) -> None:
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(NextscaleError, match=r"cannot write .*: disk full"):
         convert(plan, tmp_path / "out" / "c", torch.float32, fail)
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -268,6 +302,8 @@ def test_bad_shards(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, second)
     refused("lacks the tensor", folder, vae=vae)
     (folder / "model.safetensors.index.json").write_text("{")
+    refused("index.json is not readable JSON", folder, vae=vae)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../outside.safetensors"}}')
     refused("not a shard index", folder, vae=vae)
     (tmp_path / "empty").mkdir()
     refused("holds no model", tmp_path / "empty")
@@ -278,7 +314,7 @@ def test_bad_shards(tmp_path: Path) -> None:
     config.write_text('{"format": "nextscale", "version": 1, "family": "var", "backbone": 3, "tokenizer": {}}')
     refused("not a config of a converted model", config.parent)
     (folder / "model.safetensors.index.json").write_bytes(b"\xff\xfe\x00")
-    refused("not a shard index", folder, vae=vae)
+    refused("index.json is not readable JSON", folder, vae=vae)
 
 
 def test_the_tokenizer_that_fits_is_chosen(tmp_path: Path) -> None:
@@ -306,7 +342,7 @@ def test_arguments_that_contradict_a_converted_folder(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["backbone"]["depth"] = "4"
     (folder / "config.json").write_text(json.dumps(config))
-    refused("depth = '4' is not of type int", folder)
+    refused("depth = .4. is not a whole number from 1 to 256", folder)
     with pytest.raises(NextscaleError, match="cannot write"):
         convert(plan, Path("/proc/nowhere/x"), torch.float32)
 

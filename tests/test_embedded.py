@@ -240,7 +240,7 @@ def test_convert_and_load_again(pipe: Pipeline, tmp_path: Path, monkeypatch: pyt
     broken = json.loads((tmp_path / "mine" / "config.json").read_text())
     broken["text"]["words"].pop("shapes")
     (tmp_path / "mine" / "config.json").write_text(json.dumps(broken))
-    with pytest.raises(NextscaleError, match="not a config of a converted model: 'shapes'"):
+    with pytest.raises(NextscaleError, match="not a config of a converted model: it has no 'shapes'"):
         Pipeline.from_pretrained(tmp_path / "mine")
 
 

@@ -6,15 +6,19 @@ import hashlib
 import http.server
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import files
 from files import CASE_2B, CASE_8B, VAR_CASE
+from nextscale.network import is_reachable
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -39,7 +43,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.log.append(f"{self.command} {path}")
         if path.startswith("api/models/"):
             return self.api(*path.removeprefix("api/models/").split("/", 4))
+        if path.startswith("api/"):  # who the token belongs to
+            return self.answer(401)
         owner, name, _, revision, *rest = path.split("/")
+        if name == "private" and self.headers.get("Authorization") != "Bearer secret":
+            return self.answer(401, X_Error_Code="RepoNotFound")
         repo, file = self.root / owner / name, self.root / owner / name / "/".join(rest)
         if not repo.is_dir():
             return self.answer(404, X_Error_Code="RepoNotFound")
@@ -73,6 +81,7 @@ def hub(tmp_path_factory):
         folder.mkdir(parents=True)
     files.flat(var, VAR_CASE, "var_tiny.pth")
     files.tokenizer(var, VAR_CASE, "vae_tiny.pth", nested=False)
+    shutil.copytree(var, root / "acme" / "private")
     files.shards(infinity / "tiny_weights", CASE_8B)
     files.tokenizer(infinity, CASE_8B, "vae_d24.pth")
     files.flat(infinity, CASE_2B, "unrelated.pth")
@@ -193,7 +202,82 @@ attempt("a/b/c")
     assert "neither a model name, nor a local path, nor a hub repository" in out[5]
 
 
+def test_the_token_is_sent(hub, tmp_path: Path) -> None:
+    out = run(
+        hub,
+        tmp_path,
+        """
+attempt("acme/private", model="tiny-var")
+attempt("acme/private", model="tiny-var", token="wrong")
+attempt("acme/private", model="tiny-var", token="secret")
+""",
+    ).splitlines()
+    assert (
+        out[0] == out[1] == "refused: the hub repository 'acme/private' does not exist, or is private and needs token="
+    )
+    assert out[2] == "Pipeline(tiny-var, dtype=float32, device=cpu)"
+
+
 def test_an_unreachable_hub(hub, tmp_path: Path) -> None:
-    out = run(hub, tmp_path, 'attempt("tiny-var")', endpoint="http://127.0.0.1:9")
-    assert out.startswith("refused: ")
-    assert "not in the local cache, and the hub cannot be reached" in out or "could not be read" in out
+    """What is cached is used; for the rest there is one sentence, at once: its client would try for 25 seconds."""
+    pytest.importorskip("transformers")
+    run(hub, tmp_path, 'attempt("tiny-var")')
+    out = run(
+        hub,
+        tmp_path,
+        """
+import time, transformers
+from nextscale.text.t5 import T5Encoder
+from nextscale.text.qwen2 import QwenEncoder
+def timed(do, *args):
+    began = time.monotonic()
+    try:
+        do(*args)
+    except NextscaleError as error:
+        print("refused:", error)
+    print(time.monotonic() - began < 10)
+attempt("tiny-var")
+timed(attempt, "tiny-infinity")
+timed(attempt, "acme/hart")
+timed(T5Encoder("acme/t5").encode, ["a fox"])
+timed(QwenEncoder("acme/qwen").encode, ["a fox"])
+""",
+        endpoint="http://127.0.0.1:9",
+    ).splitlines()
+    assert out.pop(0) == "Pipeline(tiny-var, dtype=float32, device=cpu)"
+    assert out[1::2] == ["True"] * 4
+    why = "not in the local cache, and the hub cannot be reached"
+    assert out[::2] == [
+        f"refused: tiny_weights/ of the hub repository 'acme/infinity' is {why}",
+        f"refused: config.json of the hub repository 'acme/hart' is {why}",
+        f"refused: the text encoder 'acme/t5' could not be loaded: it is {why}",
+        f"refused: the text encoder 'acme/qwen' could not be loaded: it is {why}",
+    ]
+
+
+def test_connections(monkeypatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    with socket.create_server(("127.0.0.1", 0), backlog=5) as slow:  # listens, and takes its time to answer
+        there = f"http://127.0.0.1:{slow.getsockname()[1]}"
+        assert is_reachable(there)
+        monkeypatch.setenv("https_proxy", there)
+        assert is_reachable("https://no-such-name.invalid"), "a proxy finds names that this machine does not know"
+        monkeypatch.setenv("no_proxy", "no-such-name.invalid")
+        assert not is_reachable("https://no-such-name.invalid")
+    assert not is_reachable(there), "nobody listens any more"
+    assert not is_reachable("http://" + "x" * 300)
+
+
+def test_a_network_that_swallows_everything() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:  # its queue is full then, so what comes next gets no answer at all
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        began = time.monotonic()
+        assert not is_reachable(f"http://127.0.0.1:{full.getsockname()[1]}", seconds=0.4)
+        assert 0.3 < time.monotonic() - began < 3
+        for one in waiting:
+            one.close()

@@ -71,6 +71,15 @@ def test_infinity(case) -> None:
     assert pipe.spec.pixel_budget == "0.06M"
 
 
+def test_the_pixel_budget_of_a_live_object() -> None:
+    """Another than the one that its shapes suggest."""
+    told = nextscale.from_official(*official_infinity(pn="0.25M")).spec.pixel_budget
+    silent = nextscale.from_official(*official_infinity(pn="a million")).spec.pixel_budget
+    assert told == "0.25M"
+    assert silent is not None
+    assert silent != told
+
+
 def test_a_state_dict_may_be_all_there_is() -> None:
     model, vae = Holder(files.state(VAR_CASE)), Holder(files.vae(VAR_CASE))
     assert recorded_tokens(VAR_CASE, nextscale.from_official(model, vae))

@@ -156,3 +156,30 @@ def test_json_without_what_json_cannot_say() -> None:
     told = as_json({"a": math.inf, "b": [math.nan, 1.5], "c": (-math.inf, "é")})
     strict = json.loads(told, parse_constant=lambda name: pytest.fail(name))
     assert strict == {"a": None, "b": [None, 1.5], "c": [None, "é"]}
+
+
+def test_a_file_may_be_read_by_others(tmp_path: Path) -> None:
+    """Scratch files are private; what they become is not."""
+    before = os.umask(0o077)
+    try:
+        with whole_file(tmp_path / "a.txt") as file:
+            file.write(b"x")
+            (scratch,) = tmp_path.iterdir()
+            assert scratch.name != "a.txt"
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o644
+
+
+def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("old")
+
+    def write() -> None:
+        with whole_file(tmp_path / "a.txt") as file:
+            file.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+    assert (tmp_path / "a.txt").read_text() == "old"

@@ -16,6 +16,12 @@ class NextscaleError(ValueError):
         super().__init__(readable(message))
 
 
+def first_line(error: BaseException) -> str:
+    """What another library says, as a part of our sentence."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def choices(values: Iterable[object]) -> str:
     """The allowed values, as they are listed inside an error sentence."""
     return ", ".join(readable(str(v)) for v in values)

@@ -46,7 +46,7 @@ from nextscale.run import cause_of_nan
 from nextscale.runtime import check_runtime, make_executor, with_enough_memory
 from nextscale.runtime.eager import Eager
 from nextscale.sampling import Sampling, read_forced
-from nextscale.schedule import EXTENDED, Schedule, Size
+from nextscale.schedule import EXTENDED, Schedule, Size, is_far
 from nextscale.text.base import TextEncoder, nbytes_of
 from nextscale.text.qwen2 import QwenEncoder
 from nextscale.text.t5 import T5Encoder
@@ -134,6 +134,8 @@ class Pipeline:
         where = as_device(given(device, device_map, "cpu"))
         check_quantize(quantize, where)
         plan = pretrained.read(locate.locate(source, model, vae, hub))
+        if plan.spec.family not in ENCODERS and text_encoder is not None:
+            raise NextscaleError(f"{plan.spec.name} reads class labels, not text: leave out text_encoder=")
         with bar(f"load {plan.spec.name}", plan.nbytes, progress_bar, data=True) as advance:
             backbone, tokenizer = plan.build(target, where if quantize is None else "cpu", advance)
         if quantize is not None:
@@ -408,6 +410,14 @@ class Pipeline:
             trained = choices(f"{h}x{w}" for h, w in self.spec.sizes)
             logger.warning(
                 "%s was trained for %s, so a picture of %dx%d may look wrong", self.spec.name, trained, height, width
+            )
+        elif self.spec.weights and is_far(schedule, self.spec.pixel_budget):
+            logger.warning(
+                "%s was trained for pictures of about %s pixels, so one of %dx%d may look wrong",
+                self.spec.name,
+                self.spec.pixel_budget,
+                height,
+                width,
             )
 
 

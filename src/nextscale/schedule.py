@@ -147,6 +147,14 @@ def infinity_schedule(aspect_ratio: float = 1.0, pixel_budget: str = "1M") -> Sc
     return Schedule(grids, frame=row[-1], aspect_ratio=key, pixel_budget=pixel_budget)
 
 
+def is_far(schedule: Schedule, pixel_budget: str | None) -> bool:
+    """Whether pictures have more than twice, or less than half, the pixels of a budget at the same aspect ratio."""
+    if schedule.pixel_budget is None or pixel_budget is None:
+        return False
+    h, w = infinity_schedule(schedule.aspect_ratio, pixel_budget).last
+    return not 0.5 <= schedule.last[0] * schedule.last[1] / (h * w) <= 2
+
+
 def infinity_schedule_for_size(height: int, width: int, pixels_per_cell: int) -> Schedule:
     """The schedule whose last grid is exactly this size."""
     sizes = {}

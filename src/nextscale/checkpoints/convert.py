@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
-from nextscale.checkpoints.load import Progress, check
+from nextscale.checkpoints.load import Progress, outline
 from nextscale.checkpoints.locate import CONFIG, FORMAT, WEIGHTS
+from nextscale.checkpoints.paths import present
 from nextscale.checkpoints.pretrained import VERSION, Blueprint, Part, describe
+from nextscale.checkpoints.scratch import whole_folder
 from nextscale.devices import name_of
 from nextscale.errors import NextscaleError
 
@@ -25,28 +24,17 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 def convert(blueprint: Blueprint, out: str | Path, dtype: torch.dtype, progress: Progress | None = None) -> Path:
     """`out` becomes a folder that `from_pretrained` reads; nothing appears there before it is complete."""
     out = Path(out)
-    if out.exists():
+    if present(out):
         raise NextscaleError(f"{out} exists already; choose a new folder")
+    entries = _entries(blueprint.parts, dtype)
+    config = {"format": FORMAT, "version": VERSION, **describe(blueprint), "dtype": name_of(dtype)}
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    except OSError as error:
-        raise NextscaleError(f"cannot write {out}: {error.strerror}") from None
-    try:
-        config = {
-            "format": FORMAT,
-            "version": VERSION,
-            **describe(blueprint),
-            "dtype": name_of(dtype),
-        }
-        (scratch / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        with (scratch / WEIGHTS).open("wb") as file:
-            _write(file, _entries(blueprint.parts, dtype), progress)
-        os.chmod(scratch, 0o755)
-        scratch.rename(out)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+        with whole_folder(out, (CONFIG, WEIGHTS)) as scratch:
+            (scratch / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+            with (scratch / WEIGHTS).open("wb") as file:
+                _write(file, entries, progress)
+    except OSError as error:  # most of all: a disk that is full
+        raise NextscaleError(f"cannot write {out}: {error.strerror or error}") from None
     return out
 
 
@@ -68,9 +56,7 @@ class Entry:
 def _entries(parts: dict[str, Part], dtype: torch.dtype) -> list[Entry]:
     entries = []
     for prefix, part in parts.items():
-        with torch.device("meta"):
-            module = part.family.module(part.config)
-        check(module, part.state, part.names)
+        module = outline(part.family.module, part.config, part.state, part.names)
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         for key, name in part.names.items():
             target = dtype if module.computes_in_dtype(name) else torch.float32

@@ -67,3 +67,7 @@ def infer_config(family: Family, state: StateFile, names: Mapping[str, str]) -> 
         return family.infer(shapes, state)
     except KeyError as error:
         raise NextscaleError(f"{state.path} lacks the tensor {error.args[0]!r}") from None
+    except NextscaleError as error:
+        raise NextscaleError(f"{state.path} does not hold {family.title} that can be made: {error}") from None
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        raise NextscaleError(f"{state.path} has tensors of other shapes than {family.title}") from None

@@ -37,7 +37,10 @@ def count(names: Iterable[str], pattern: str) -> int:
 
 def heads_of(shapes: Shapes, width: int) -> int:
     scale = shapes.get("blocks.0.attn.log_scale")
-    return max(scale) if scale else width // 64  # plain attention stores no trace of its heads
+    if scale:
+        return max(scale)
+    heads = max(width // 64, 1)  # plain attention stores no trace of its heads
+    return heads if width % heads == 0 else 1
 
 
 def autoencoder(shapes: Shapes) -> dict[str, Any]:

@@ -7,7 +7,6 @@ So converting a checkpoint never holds it twice.
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
 import pickletools
 import re
@@ -22,7 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nextscale.checkpoints.paths import present
 from nextscale.errors import NextscaleError, choices
+from nextscale.reading import read_json
 
 CHUNK_BYTES = 256 * 2**20
 INDEX = "model.safetensors.index.json"
@@ -37,6 +38,7 @@ _NESTED = (("trainer", "var_wo_ddp"), ("trainer", "vae_local"), ("trainer", "gpt
 class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
+    form: str = ""  # of a tensor that cannot be read as it lies in the file
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +57,10 @@ class StateFile(ABC):
     def files(self) -> tuple[Path, ...]:
         """The files on disk that hold it."""
         return (self.path,)
+
+    def file_of(self, key: str) -> Path:
+        """Where a tensor is stored."""
+        return self.path
 
     @abstractmethod
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
@@ -77,12 +83,26 @@ class StateFile(ABC):
 class PickleState(StateFile):
     def __init__(self, path: Path, nested: tuple[str, ...], state: Mapping[str, Tensor]) -> None:
         self.nested = nested
-        infos = {k: TensorInfo(tuple(t.shape), t.dtype) for k, t in state.items() if isinstance(t, Tensor)}
-        super().__init__(path, infos)
+        tensors = {key: t for key, t in state.items() if isinstance(t, Tensor)}
+        if odd := [key for key in tensors if not isinstance(key, str)]:
+            raise NextscaleError(f"{path} names a tensor {repr(odd[0])[:40]}, but names are texts")
+        super().__init__(path, {key: TensorInfo(tuple(t.shape), t.dtype, _form(t)) for key, t in tensors.items()})
 
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         state = _inside(load_pickle(self.path), self.nested)
         return {key: state[key] for key in keys}
+
+
+def _form(tensor: Tensor) -> str:
+    """What keeps the numbers from being used as they lie in the file; empty: nothing."""
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return "sparse"
+    if tensor.is_meta:
+        return "meta, without numbers"
+    # A few bytes may claim to be a tensor of any size.
+    return "repeated numbers" if tensor.nbytes > tensor.untyped_storage().nbytes() else ""
 
 
 class SafetensorsState(StateFile):
@@ -93,7 +113,10 @@ class SafetensorsState(StateFile):
             with _open_safetensors(file) as f:
                 for key in f.keys():  # noqa: SIM118 (not a dict)
                     view = f.get_slice(key)
-                    infos[key] = TensorInfo(tuple(view.get_shape()), _DTYPES.get(view.get_dtype(), torch.uint8))
+                    dtype = str(view.get_dtype())
+                    if dtype not in _DTYPES:
+                        raise NextscaleError(f"{file} stores {key!r} as {dtype}, which is not known here")
+                    infos[key] = TensorInfo(tuple(view.get_shape()), _DTYPES[dtype])
         missing = [key for key in self.shards if key not in infos]
         if missing:
             raise NextscaleError(
@@ -104,6 +127,9 @@ class SafetensorsState(StateFile):
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(dict.fromkeys(self.shards.values()))
+
+    def file_of(self, key: str) -> Path:
+        return self.shards[key]
 
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -118,9 +144,15 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -128,10 +160,12 @@ _DTYPES = {
 
 def open_states(path: Path) -> list[StateFile]:
     """The state dicts in a file, or the one that a sharded folder holds."""
+    if not present(path):
+        raise NextscaleError(f"{path} does not exist")
     if path.is_dir():
         return _open_folder(path)
-    if not path.exists():
-        raise NextscaleError(f"{path} does not exist")
+    if not path.is_file():  # a pipe would be waited for
+        raise NextscaleError(f"{path} is not a file")
     if path.suffix == ".safetensors":
         with _open_safetensors(path) as f:
             keys = list(f.keys())
@@ -210,27 +244,40 @@ def _open_safetensors(path: Path) -> Any:
 
 
 def holds_weights(folder: Path) -> bool:
-    return any((folder / name).exists() for name in WHOLE)
+    return any(present(folder / name) for name in WHOLE)
 
 
 def _open_folder(path: Path) -> list[StateFile]:
     """Averaged weights first: those are what the authors of HART run."""
-    found = next((name for name in WHOLE if (path / name).exists()), None)
+    found = next((name for name in WHOLE if present(path / name)), None)
     if found is None:
         raise NextscaleError(f"{path} holds no weights; looked for {choices(WHOLE)}")
     return [_open_shards(path)] if found == INDEX else open_states(path / found)
 
 
+def _plain(name: str) -> str:
+    """A file of the same folder, and no path out of it."""
+    if name != Path(name).name:
+        raise ValueError(name)
+    return name
+
+
 def _open_shards(path: Path) -> SafetensorsState:
     index = path / INDEX
+    content = read_json(index, "readable JSON")
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        shards = {key: path / name for key, name in weight_map.items()}
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        shards = {key: path / _plain(name) for key, name in content["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError, ValueError):
         raise NextscaleError(
             f"{index} is not a shard index: it needs a 'weight_map' of tensor names to files"
         ) from None
-    missing = sorted({str(s.name) for s in shards.values() if not s.exists()})
+    missing = sorted({str(s.name) for s in shards.values() if not present(s)})
     if missing:
         raise NextscaleError(f"{path} lacks {len(missing)} of its shards: {choices(missing)}")
     return SafetensorsState(path, shards)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All plain tensors of a weights file from anywhere; nothing in it is ever run."""
+    state = open_states(path)[0]
+    return state.tensors([key for key, info in state.infos.items() if not info.form])

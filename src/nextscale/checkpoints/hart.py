@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from nextscale.checkpoints.family import COMMON, Family, Shapes, autoencoder, count
 from nextscale.checkpoints.files import StateFile
+from nextscale.checkpoints.paths import present
 from nextscale.checkpoints.var import TOKENIZER as VAR_TOKENIZER
 from nextscale.errors import NextscaleError
 from nextscale.models.hart import HART, HARTConfig
 from nextscale.models.registry import VAR_SIDES
+from nextscale.reading import read_json
 from nextscale.tokenizers.vq import VQConfig, VQTokenizer
 
 
 def _settings(state: StateFile) -> dict[str, Any]:
     """The config.json beside the weights, which tells what no shape shows."""
-    folder = state.path if state.path.is_dir() else state.path.parent
-    try:
-        content = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+    if not present(state.path):  # a live object
         return {}
+    folder = state.path if state.path.is_dir() else state.path.parent
+    path = folder / "config.json"
+    content = read_json(path, "readable JSON") if path.is_file() else None
     return content if isinstance(content, dict) else {}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nextscale.checkpoints.files import StateFile, TensorInfo
+from nextscale.errors import NextscaleError
 
 SUFFIX = ".scale"
 SMALLEST = 4096  # tensors with fewer numbers, and vectors, stay in half precision: they cost little
@@ -39,7 +40,11 @@ class Int8State(StateFile):
 
     def __init__(self, inner: StateFile) -> None:
         self.inner = inner
-        self.packed = {k for k in inner.infos if k + SUFFIX in inner.infos}
+        self.packed = {k for k, info in inner.infos.items() if info.dtype == torch.int8 and k + SUFFIX in inner.infos}
+        for key in self.packed:
+            info, scale = inner.infos[key], inner.infos[key + SUFFIX]
+            if scale.shape != info.shape[:1] or not scale.dtype.is_floating_point:
+                raise NextscaleError(f"{inner.file_of(key)} has no scale for every row of {key!r}")
         infos = {
             key: TensorInfo(info.shape, torch.float32) if key in self.packed else info
             for key, info in inner.infos.items()
@@ -50,6 +55,9 @@ class Int8State(StateFile):
     @property
     def files(self) -> tuple[Path, ...]:
         return self.inner.files
+
+    def file_of(self, key: str) -> Path:
+        return self.inner.file_of(key)
 
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         scales = [key + SUFFIX for key in keys if key in self.packed]

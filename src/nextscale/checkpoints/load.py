@@ -8,8 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from nextscale.checkpoints.family import count
 from nextscale.checkpoints.files import StateFile
-from nextscale.errors import NextscaleError, choices
+from nextscale.devices import name_of
+from nextscale.errors import NextscaleError, choices, first_line
+
+# Fields that count the modules of a list, and where these stand in a file.
+_LISTS = {
+    "depth": r"(?:blocks|layers)\.(\d+)\.",
+    "diffusion_depth": r"residual\.blocks\.(\d+)\.",
+    "multipliers": r"encoder\.down\.(\d+)\.",
+    "residual_blocks": r"encoder\.down\.0\.block\.(\d+)\.",
+    "phis": r"phi\.(\d+)\.",
+}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Progress = Callable[[int], None]  # told the bytes of every chunk that was read
 
@@ -27,9 +39,7 @@ def build(
 
     `dtype` is that of the matrix products.
     """
-    with torch.device("meta"):
-        module = cls(config).eval().requires_grad_(False)
-    check(module, state, names)
+    module = outline(cls, config, state, names)
     wanted = {name: p.shape for name, p in module.named_parameters()}
     targets = {key: dtype if module.computes_in_dtype(name) else torch.float32 for key, name in names.items()}
     # Where nothing has to change, a parameter IS the mapped file (or the live tensor): no copy at all. But if some
@@ -48,6 +58,24 @@ def build(
     return module
 
 
+def outline(cls: Callable[[Any], Any], config: Any, state: StateFile, names: Mapping[str, str]) -> Any:
+    """The module without its numbers, into which the tensors of the file fit."""
+    for field, pattern in _LISTS.items():  # before anything is made: a million blocks would take an hour
+        said, found = getattr(config, field, None), count(names.values(), pattern)
+        said = len(said) if isinstance(said, tuple) else said
+        if said is not None and said != found:
+            raise NextscaleError(f"{state.path} does not fit its config: {field} says {said}, its tensors {found}")
+    try:
+        with torch.device("meta"):
+            module = cls(config).eval().requires_grad_(False)
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise NextscaleError(
+            f"{state.path} does not describe a network that can be made: {first_line(error)}"
+        ) from None
+    check(module, state, names)
+    return module
+
+
 def set_dtype(module: Any, dtype: torch.dtype) -> None:
     """Change the dtype of the matrix products of a loaded model, in place."""
     for name, parameter in list(module.named_parameters()):
@@ -61,7 +89,7 @@ def _assign(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def check(module: nn.Module, state: StateFile, names: Mapping[str, str]) -> None:
-    """Complain about missing, unexpected and misshaped tensors in one sentence."""
+    """Complain about missing, unexpected and misshaped tensors, and about those that hold no fractions."""
     wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
     theirs = {ours: key for key, ours in names.items()}
     problems = []
@@ -73,6 +101,14 @@ def check(module: nn.Module, state: StateFile, names: Mapping[str, str]) -> None
         if name in theirs and not _fits(name, state.infos[theirs[name]].shape, shape):
             problems.append(f"has {theirs[name]!r} of shape {list(state.infos[theirs[name]].shape)}, not {list(shape)}")
             break
+    if not problems:
+        for key in names:
+            info = state.infos[key]
+            if info.form or info.dtype not in FLOATS:  # read as numbers these would make some picture
+                raise NextscaleError(
+                    f"{state.file_of(key)} stores {key!r} as {info.form or name_of(info.dtype)}, "
+                    f"but weights are plain tensors of {choices(map(name_of, FLOATS))}"
+                )
     if problems:
         raise NextscaleError(f"{state.path} does not fit a {type(module).__name__} model: it {', and '.join(problems)}")
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nextscale.checkpoints.files import INDEX, SUFFIXES, holds_weights
-from nextscale.errors import NextscaleError, choices
+from nextscale.checkpoints.paths import as_path, present
+from nextscale.errors import NextscaleError, choices, first_line
 from nextscale.models.registry import EMBEDDED, MODELS, ModelSpec, get_model, published
+from nextscale.network import UNREACHABLE, why_local
+from nextscale.reading import read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -26,13 +29,17 @@ class Hub:
     token: str | bool | None = None
     local_files_only: bool = False
 
+    @functools.cached_property
+    def missing(self) -> str:
+        """Why nothing can be downloaded; empty: it can."""
+        return why_local(self.local_files_only)
+
     def fetch(self, repo: str, files: Sequence[str]) -> Path:
         """A local copy of the first of `files` that the repository has; a name ending in "/" is a folder."""
         from huggingface_hub import hf_hub_download, snapshot_download
         from huggingface_hub.errors import (
             EntryNotFoundError,
             GatedRepoError,
-            HfHubHTTPError,
             HFValidationError,
             LocalEntryNotFoundError,
             RepositoryNotFoundError,
@@ -42,7 +49,7 @@ class Hub:
         options: dict[str, Any] = {
             "revision": self.revision,
             "token": self.token,
-            "local_files_only": self.local_files_only,
+            "local_files_only": bool(self.missing),
         }
         where = f"the hub repository {repo!r}"
         try:
@@ -58,7 +65,7 @@ class Hub:
                     if isinstance(error, LocalEntryNotFoundError) and name == files[-1]:
                         raise
         except LocalEntryNotFoundError:
-            reason = "downloads are switched off" if self.local_files_only else "the hub cannot be reached"
+            reason = self.missing or UNREACHABLE
             raise NextscaleError(f"{files[0]} of {where} is not in the local cache, and {reason}") from None
         except GatedRepoError:
             raise NextscaleError(f"{where} is gated: accept its terms on the hub and pass token=") from None
@@ -71,8 +78,12 @@ class Hub:
                 f"{repo!r} is neither a model name, nor a local path, nor a hub repository like 'owner/name'; "
                 f"model names: {choices(MODELS)}"
             ) from None
-        except (HfHubHTTPError, OSError, RuntimeError) as error:  # the last: its client after failed retries
-            raise NextscaleError(f"{where} could not be read: {str(error).splitlines()[0]}") from None
+        except NextscaleError:
+            raise
+        except Exception as error:  # a network fails in many ways, and each client has its own names for them
+            raise NextscaleError(f"{where} could not be read: {first_line(error)}") from None
+        if self.missing:
+            raise NextscaleError(f"{files[0]} of {where} is not in the local cache, and {self.missing}")
         raise NextscaleError(f"{where} has no {' or '.join(files)}")
 
 
@@ -88,8 +99,8 @@ class Files:
 
 def locate(source: str | Path, model: str | None, vae: str | Path | None, hub: Hub) -> Files:
     spec = None if model is None else get_model(model)
-    path = Path(source).expanduser()
-    if path.exists():
+    path = as_path(source)
+    if present(path):
         return _local(path, spec, vae, hub)
     name = str(source)
     if name in MODELS:
@@ -158,7 +169,7 @@ def _converted(weights: Path, config: dict[str, Any], spec: ModelSpec | None, va
 def _inside_folder(folder: Path, spec: ModelSpec | None) -> tuple[ModelSpec, Path]:
     """A local copy of an official repository."""
     specs = published() if spec is None else (spec,)
-    found = [s for s in specs if (folder / s.weights).exists()]
+    found = [s for s in specs if present(folder / s.weights)]
     if not found:
         wanted = choices(dict.fromkeys(s.weights for s in specs))
         raise NextscaleError(f"{folder} holds no model: looked for {INDEX}, a converted {CONFIG}, {wanted}")
@@ -170,21 +181,18 @@ def _inside_folder(folder: Path, spec: ModelSpec | None) -> tuple[ModelSpec, Pat
 def _tokenizers(vae: str | Path | None, spec: ModelSpec | None, folders: list[Path], hub: Hub) -> tuple[Path, ...]:
     """The tokenizer's file: as given, or by its published name beside the weights."""
     if vae is not None:
-        path = Path(vae).expanduser()
-        if path.exists():
+        path = as_path(vae)
+        if present(path):
             return (path,)
         if spec is not None and "/" in str(vae) and not path.suffix:
             return (hub.fetch(str(vae), spec.tokenizer_files),)
         raise NextscaleError(f"the tokenizer file {vae} does not exist")
     specs = published() if spec is None else (spec,)
     names = dict.fromkeys(name for s in specs for name in s.tokenizer_files)
-    return tuple(folder / name for folder in folders for name in names if (folder / name).exists())
+    return tuple(folder / name for folder in folders for name in names if present(folder / name))
 
 
 def read_converted(path: Path) -> dict[str, Any] | None:
     """The config that `nextscale convert` wrote; None if this is some other config, or none at all."""
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-        return None
+    config = read_json(path, "readable JSON") if present(path) else None
     return config if isinstance(config, dict) and config.get("format") == FORMAT else None

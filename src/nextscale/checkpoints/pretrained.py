@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ from nextscale.checkpoints.load import Progress, build
 from nextscale.checkpoints.locate import Files
 from nextscale.errors import NextscaleError, choices
 from nextscale.models.base import Backbone
-from nextscale.models.registry import MODELS, Defaults, ModelSpec, published
+from nextscale.models.registry import MODELS, PUBLISHED_TOKENIZERS, Defaults, ModelSpec, published
+from nextscale.schedule import PIXEL_BUDGETS
 from nextscale.text.words import Lexicon, WordEncoder, WordsConfig
 from nextscale.tokenizers.base import ImageTokenizer
 
+logger = logging.getLogger(__name__)
+
+TEXT = ("infinity", "hart")  # families that read prompts
 VERSION = 1  # of converted files
 
 
@@ -124,32 +129,61 @@ def assemble(backbone: Part, tokenizer: Part, spec: ModelSpec | None, source: Pa
     """Check that the two belong together, and find out which published model they are."""
     if backbone.family.name == "infinity":
         tokenizer = _with_patchify(backbone, tokenizer)
-    elif (backbone.config.vocabulary, backbone.config.code_dim) != (
-        tokenizer.config.vocabulary,
-        tokenizer.config.code_dim,
-    ):
-        b, t = backbone.config, tokenizer.config
-        raise NextscaleError(
-            f"the transformer predicts {b.vocabulary} codes of width {b.code_dim}, but the tokenizer "
-            f"{tokenizer.state.path} has {t.vocabulary} of width {t.code_dim}"
-        )
+    _require_pair(backbone, tokenizer)
     if spec is not None and spec.backbone != backbone.config:
         known = [s.name for s in MODELS.values() if s.backbone == backbone.config]
         c = backbone.config
         what = choices(known) if known else f"{backbone.family.title} of depth {c.depth} and width {c.width}"
         raise NextscaleError(f"{source} holds {what}, not {spec.name}")
-    return Blueprint(spec or spec_of(backbone.config, tokenizer.config, str(source)), backbone, tokenizer)
+    found = spec or spec_of(backbone.config, tokenizer.config, str(source))
+    _check_published_pair(backbone.state.path, tokenizer.state.path, found)
+    return Blueprint(found, backbone, tokenizer)
+
+
+def _check_published_pair(weights: Path, tokenizer: Path, spec: ModelSpec) -> None:
+    """Some tokenizers have equal names and shapes inside and other codes, so only their file's name tells them apart.
+
+    The published weights draw nonsense with any but their own. Weights that somebody trained further may go with
+    another, and nothing in them tells with which.
+    """
+    known = spec.tokenizer_files and tokenizer.name in PUBLISHED_TOKENIZERS
+    if not known or tokenizer.name in spec.tokenizer_files:
+        return
+    wanted = spec.tokenizer_files[0]
+    if weights.name == spec.weights.rstrip("/"):
+        raise NextscaleError(
+            f"{tokenizer} is not the tokenizer of {spec.name}, though its shapes fit: pass vae= with {wanted}"
+        )
+    logger.warning(
+        "%s was published with the tokenizer %s; with %s pictures are right only if %s was trained with it",
+        spec.name,
+        wanted,
+        tokenizer.name,
+        weights.name,
+    )
 
 
 def _with_patchify(backbone: Part, tokenizer: Part) -> Part:
-    bits, channels = backbone.config.bits, tokenizer.config.code_dim
-    if bits not in (channels, 4 * channels):
-        raise NextscaleError(
-            f"the transformer predicts {bits} bits per token, which does not fit the {channels} channels of the "
-            f"tokenizer {tokenizer.state.path} (nor 4 x {channels} with 2 x 2 cells per token)"
-        )
-    config = dataclasses.replace(tokenizer.config, patchify=bits == 4 * channels)
+    config = dataclasses.replace(tokenizer.config, patchify=backbone.config.bits == 4 * tokenizer.config.code_dim)
     return dataclasses.replace(tokenizer, config=config)
+
+
+def _require_pair(backbone: Part, tokenizer: Part) -> None:
+    """What the one predicts must be what the other decodes."""
+    b, t, path = backbone.config, tokenizer.config, tokenizer.state.path
+    if backbone.family.name == "infinity":
+        if b.bits != t.code_dim * (4 if t.patchify else 1):
+            raise NextscaleError(
+                f"the transformer predicts {b.bits} bits per token, which does not fit the {t.code_dim} channels of "
+                f"the tokenizer {path} (nor 4 x {t.code_dim} with 2 x 2 cells per token)"
+            )
+    elif t.hybrid != (backbone.family.name == "hart"):
+        raise NextscaleError(f"the tokenizer {path} has hybrid = {t.hybrid}, which is true of HART's and of no other")
+    elif (b.vocabulary, b.code_dim) != (t.vocabulary, t.code_dim):
+        raise NextscaleError(
+            f"the transformer predicts {b.vocabulary} codes of width {b.code_dim}, but the tokenizer {path} has "
+            f"{t.vocabulary} of width {t.code_dim}"
+        )
 
 
 def spec_of(backbone: Any, tokenizer: Any, source: str) -> ModelSpec:
@@ -190,39 +224,39 @@ def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
     if config.get("version") != VERSION:
         raise NextscaleError(f"{where} has version {config.get('version')!r}; this nextscale reads {VERSION}")
     try:
+        if config["family"] not in backbones():
+            raise NextscaleError(f"family = {config['family']!r} is not one of {choices(backbones())}")
         family = FAMILIES[config["family"]]
         families = {"backbone": family, "tokenizer": FAMILIES[str(family.tokenizer)]}
-        configs = {part: _dataclass(of.config, config[part]) for part, of in families.items()}
+        configs = {part: of.config(**_tuples(config[part])) for part, of in families.items()}
         text, words = config.get("text"), None
         if text:
-            families["text"], configs["text"] = WORDS, _dataclass(WordsConfig, text["config"])
+            families["text"], configs["text"] = WORDS, WordsConfig(**_tuples(text["config"]))
             words = text["words"]
-            Lexicon(words)
-        spec = dataclasses.replace(
-            spec_of(configs["backbone"], configs["tokenizer"], config["model"]),
-            name=config["model"],
-            defaults=Defaults(**_tuples(config["defaults"])),
-            pixel_budget=config["pixel_budget"],
-            text_encoder=config["text_encoder"],
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if len(Lexicon(words)) > configs["text"].tokens:
+                raise NextscaleError(f"{len(Lexicon(words))} words are more than {configs['text'].tokens} tokens")
+        told = {"name": config["model"], "pixel_budget": config["pixel_budget"], "text_encoder": config["text_encoder"]}
+        if config["family"] not in TEXT and (text or told["text_encoder"]):
+            raise NextscaleError(f"a model of the family {config['family']} reads class labels, not text")
+        for name, value in told.items():
+            if not isinstance(value, str) and (value is not None or name == "name"):
+                raise NextscaleError(f"{name} = {value!r} is not a text")
+        if told["pixel_budget"] not in (None, *PIXEL_BUDGETS):
+            raise NextscaleError(f"pixel_budget = {told['pixel_budget']!r} is not one of {choices(PIXEL_BUDGETS)}")
+        spec = spec_of(configs["backbone"], configs["tokenizer"], config["model"])
+        spec = dataclasses.replace(spec, **told, defaults=Defaults(**_tuples(config["defaults"])))
+    except KeyError as error:
+        raise NextscaleError(f"{where} is not a config of a converted model: it has no {error}") from None
+    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
         raise NextscaleError(f"{where} is not a config of a converted model: {error}") from None
     state = opened(open_states(weights)[0])
     parts = {}
     for prefix, of in families.items():
         names = {key: key.removeprefix(f"{prefix}.") for key in state.infos if key.startswith(f"{prefix}.")}
         parts[prefix] = Part(of, configs[prefix], state, names)
+    _require_pair(parts["backbone"], parts["tokenizer"])
     return Blueprint(spec, **parts, words=words)
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-
-
-def _dataclass(cls: Any, values: dict[str, Any]) -> Any:
-    made = cls(**_tuples(values))
-    for f in dataclasses.fields(cls):
-        kind: Any = {"int": int, "bool": bool, "float": (int, float)}.get(str(f.type), tuple)
-        if not isinstance(getattr(made, f.name), kind):
-            raise TypeError(f"{f.name} = {getattr(made, f.name)!r} is not of type {f.type}")
-    return made

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.arguments import is_single
+from nextscale.config import MAX_BLOCKS, MAX_SIDE, Config, Limits
 from nextscale.draws import Draws
+from nextscale.errors import NextscaleError
 from nextscale.guidance import combine, ramp
 from nextscale.kernels.modulate import Norm
 from nextscale.kernels.parts import Parts
@@ -19,7 +21,7 @@ from nextscale.kernels.rows import linear_for_sum
 from nextscale.models.base import Backbone, Block, State, per_row, shared
 from nextscale.models.infinity import TextCondition
 from nextscale.models.layers import SelfAttention, attention_biases, head_logits, rotate_half
-from nextscale.models.residual_diffusion import ResidualDiffusion, SinusoidEmbedding
+from nextscale.models.residual_diffusion import STEPS, ResidualDiffusion, SinusoidEmbedding
 from nextscale.models.stream import Stream
 from nextscale.sampling import Drawn
 from nextscale.schedule import Scale, Schedule, Size, only_square
@@ -30,7 +32,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HARTConfig:
+class HARTConfig(Config):
+    limits: ClassVar[Limits] = {
+        "depth": (1, MAX_BLOCKS),
+        "diffusion_depth": (1, MAX_BLOCKS),
+        "diffusion_steps": (2, STEPS),
+        "sides": (1, MAX_SIDE),
+        "text_length": (1, 2**14),
+    }
+
     depth: int
     width: int
     heads: int
@@ -47,6 +57,12 @@ class HARTConfig:
     diffusion_depth: int = 6
     diffusion_steps: int = 8
     eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_division("width", "heads", 4)  # pairs of channels, half of them for rows, half for columns
+        if self.sides[0] != 1:
+            raise NextscaleError(f"sides = {list(self.sides)} must begin with 1: the text predicts one token")
 
     def reads(self, rows: int, width: int) -> bool:
         """Whether text features [rows, width] can be read: some without their places, or all slots with them."""

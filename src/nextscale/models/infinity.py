@@ -6,13 +6,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.attention import attention
+from nextscale.config import MAX_BLOCKS, Config, Limits
 from nextscale.devices import sent
 from nextscale.errors import NextscaleError
 from nextscale.guidance import per_scale
@@ -30,7 +31,9 @@ from nextscale.schedule import Grid, Scale, Schedule, Size, infinity_schedule, i
 
 
 @dataclass(frozen=True)
-class InfinityConfig:
+class InfinityConfig(Config):
+    limits: ClassVar[Limits] = {"depth": (1, MAX_BLOCKS)}
+
     depth: int
     width: int
     heads: int
@@ -43,6 +46,11 @@ class InfinityConfig:
     eps: float = 1e-6
     # The official code rounds cross-attention to bfloat16 even in a float32 run; off = exact.
     round_cross_attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_division("width", "heads", 4)  # pairs of channels, half of them for rows, half for columns
+        self.require_division("width", "pool_heads")
 
     def reads(self, rows: int, width: int) -> bool:
         """Whether text features [rows, width] can be read."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from nextscale.arguments import read_choice
+from nextscale.config import is_number, is_whole
+from nextscale.errors import NextscaleError
 from nextscale.models.hart import HARTConfig
 from nextscale.models.infinity import InfinityConfig
 from nextscale.models.var import VARConfig
@@ -29,6 +32,18 @@ class Defaults:
     top_k: int | tuple[int, ...] = 900  # of every scale, the last holding for all that follow
     top_p: float = 0.95
     smooth: bool = False
+
+    def __post_init__(self) -> None:
+        ks = self.top_k if isinstance(self.top_k, tuple) else (self.top_k,)
+        wrong = {
+            "guidance_scale": not is_number(self.guidance_scale, -math.inf),
+            "temperature": not is_number(self.temperature) or self.temperature == 0,
+            "top_k": not ks or not all(is_whole(k, 0) for k in ks),
+            "top_p": not is_number(self.top_p, 0, 1),
+            "smooth": not isinstance(self.smooth, bool),
+        }
+        for name in (name for name, is_wrong in wrong.items() if is_wrong):
+            raise NextscaleError(f"{name} = {getattr(self, name)!r} cannot be a default")
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,16 @@ INFINITY_SIZES = {
     "infinity_8b": (40, 3584, 28),
     "infinity_layer48": (48, 3360, 28),
 }
+# Every tokenizer of that repository: some can be told apart by nothing but the names of their files.
+PUBLISHED_TOKENIZERS = (
+    "infinity_vae_d16.pth",
+    "infinity_vae_d24.pth",
+    "infinity_vae_d32.pth",
+    "infinity_vae_d32reg.pth",
+    "infinity_vae_d32_reg.pth",
+    "infinity_vae_d64.pth",
+    "infinity_vae_d56_f8_14_patchify.pth",
+)
 _PATCHIFY = BSQConfig(14, multipliers=(1, 2, 4, 4), patchify=True)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from nextscale.config import MAX_BLOCKS, MAX_SIDE, Config, Limits
 from nextscale.guidance import ramp
 from nextscale.kernels.modulate import add_to
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
@@ -16,7 +18,9 @@ from nextscale.schedule import Scale, Schedule, Size, only_square
 
 
 @dataclass(frozen=True)
-class VARConfig:
+class VARConfig(Config):
+    limits: ClassVar[Limits] = {"depth": (1, MAX_BLOCKS), "sides": (1, MAX_SIDE)}
+
     depth: int
     width: int
     heads: int
@@ -28,6 +32,10 @@ class VARConfig:
     shared_modulation: bool = False
     cosine_attention: bool = True
     eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_division("width", "heads")
 
 
 class VARBlock(ModulatedBlock):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from nextscale.errors import NextscaleError
+from nextscale.errors import NextscaleError, first_line
+from nextscale.network import why_local
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +38,16 @@ class HubEncoder:
             raise NextscaleError(
                 "text prompts need transformers: pip install 'nextscale[text]', or pass prompt_embeds="
             ) from None
+        # Without a connection transformers would ask for one file after the other, half a minute for each.
+        local = "" if os.path.isdir(self.source) else why_local(bool(self.hub.get("local_files_only")))
+        options = {**self.hub, "local_files_only": bool(local)}
         try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.source, **self.hub)
-            self.model = getattr(transformers, self.model_class).from_pretrained(
-                self.source, dtype=self.dtype_on(self.device), **self.hub
-            )
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.source, **options)
+            dtype = self.dtype_on(self.device)
+            self.model = getattr(transformers, self.model_class).from_pretrained(self.source, dtype=dtype, **options)
+        except Exception as error:  # a foreign library, and files from anywhere
+            absent = local and isinstance(error, OSError)
+            reason = f"it is not in the local cache, and {local}" if absent else first_line(error)
             raise NextscaleError(f"the text encoder {self.source!r} could not be loaded: {reason}") from None
         self.model.eval().requires_grad_(False).to(self.device)
 

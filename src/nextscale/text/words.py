@@ -9,12 +9,13 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nextscale.config import MAX_BLOCKS, Config, Limits
 from nextscale.errors import NextscaleError
 from nextscale.reading import read_json
 
@@ -146,12 +147,18 @@ def _kind(c: str) -> str:
 
 
 @dataclass(frozen=True)
-class WordsConfig:
+class WordsConfig(Config):
+    limits: ClassVar[Limits] = {"depth": (1, MAX_BLOCKS)}
+
     tokens: int
     width: int = 256
     depth: int = 3
     heads: int = 4
     length: int = 48  # the longest prompt, in tokens
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_division("width", "heads")
 
 
 class WordLayer(nn.Module):

@@ -9,6 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nextscale.config import Limits
+
+# Least and most of a tokenizer's numbers.
+AUTOENCODER_LIMITS: Limits = {"multipliers": (1, 64), "residual_blocks": (1, 16), "channels": (1, 2**14)}
+
 
 def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(32, channels, eps=1e-6)

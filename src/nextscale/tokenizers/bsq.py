@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nextscale.config import Config, Limits
 from nextscale.errors import NextscaleError
 from nextscale.kernels.maps import fused_add, fused_inputs, takes
 from nextscale.schedule import Grid, Scale, Schedule
-from nextscale.tokenizers.autoencoder import Decoder, Encoder
+from nextscale.tokenizers.autoencoder import AUTOENCODER_LIMITS, Decoder, Encoder
 from nextscale.tokenizers.base import ImageTokenizer
 
 
 @dataclass(frozen=True)
-class BSQConfig:
+class BSQConfig(Config):
+    limits: ClassVar[Limits] = {**AUTOENCODER_LIMITS, "fold": (1, 16)}
+
     code_dim: int  # channels of the latent map
     channels: int = 128
     multipliers: tuple[int, ...] = (1, 2, 4, 4, 4)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nextscale.config import MAX_BLOCKS, Config, Limits
 from nextscale.schedule import Scale, Schedule
-from nextscale.tokenizers.autoencoder import Decoder, Encoder
+from nextscale.tokenizers.autoencoder import AUTOENCODER_LIMITS, Decoder, Encoder
 from nextscale.tokenizers.base import ImageTokenizer
 
 
 @dataclass(frozen=True)
-class VQConfig:
+class VQConfig(Config):
+    limits: ClassVar[Limits] = {**AUTOENCODER_LIMITS, "phis": (0, MAX_BLOCKS)}
+
     vocabulary: int = 4096
     code_dim: int = 32
     channels: int = 160
