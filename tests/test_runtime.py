@@ -657,9 +657,9 @@ def test_methods_are_those_of_the_call(infinity, kind) -> None:
     behaviours.methods_are_those_of_the_call(infinity, emulated(infinity), methods)
 
 
-@pytest.mark.parametrize("name", ["nova", "sparsevar"])
-def test_an_old_trace_stays(infinity, name: str) -> None:
-    behaviours.an_old_trace_stays(infinity, emulated(infinity), CAPTURED[name])
+@pytest.mark.parametrize("name", [None, "nova", "sparsevar"])
+def test_an_old_output_stays(infinity, name) -> None:
+    behaviours.an_old_output_stays(infinity, emulated(infinity), name and CAPTURED[name])
 
 
 @pytest.mark.parametrize("make", [tiny_var, tiny_infinity, tiny_hart])
