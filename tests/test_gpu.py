@@ -1,26 +1,35 @@
-"""The same on a CUDA device: `make test-gpu`."""
+"""The same on a CUDA device: `make test-gpu`.
+
+NEXTSCALE_TEST_DEVICE=cpu runs what it can on a CPU, with an emulated recorder: that says nothing of a GPU, but finds
+what is wrong with the tests.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import os
 
 import pytest
 import torch
 
+import behaviours
 from conftest import BUNDLED, ask, same_tokens
-from nextscale import DropGuidance, Pipeline, Truncate
+from nextscale import NOVA, DropGuidance, Pipeline, Truncate
 from nextscale.errors import NextscaleError
 from nextscale.runtime import make_executor
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 from nextscale.verify import verify
 from test_loop import test_ragged_selections_in_a_batch_equal_single_runs as check_ragged
 from test_methods import METHODS
-from test_runtime import CAPTURED
+from test_runtime import CAPTURED, Pretended
 
 # In float32, torch lets convolutions round to TF32 unless told otherwise.
 torch.backends.cudnn.allow_tf32 = False
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+DEVICE = os.environ.get("NEXTSCALE_TEST_DEVICE", "cuda")
+missing = DEVICE == "cuda" and not torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(missing, reason="no CUDA device")]
 MAKERS = {
     "var": tiny_var,
     "infinity": tiny_infinity,
@@ -29,84 +38,150 @@ MAKERS = {
 }
 
 
+@functools.cache
+def on(device: str, name: str) -> Pipeline:
+    """An eager model, which no test changes."""
+    return MAKERS[name]().to(device)
+
+
+def captured(pipe: Pipeline) -> Pipeline:
+    """The same pipeline with graphs. They move weights, so it has to be a model of its own."""
+    pipe.executor = make_executor("graphs", pipe.device) if DEVICE == "cuda" else Pretended()
+    return pipe
+
+
+def both(name: str) -> tuple[Pipeline, Pipeline]:
+    return on(DEVICE, name), captured(MAKERS[name]().to(DEVICE))
+
+
+def with_the_callers_numbers(pipe: Pipeline, images: int, **options):
+    """Drawn on the CPU: a GPU's own generator draws others from the same seed."""
+    return ask(pipe, images, generator=torch.Generator().manual_seed(1), seed=None, output_type="latent", **options)
+
+
 @pytest.mark.parametrize("case", BUNDLED, ids=lambda p: p.name)
 def test_recorded_case(case) -> None:
-    report = verify(case, device="cuda")
+    report = verify(case, device=DEVICE)
     assert [f"{c.quantity}: {c.error} > {c.tolerance}, {c.first_off}" for c in report.checks if not c.ok] == []
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_of_cpu_and_gpu(make, dtype: str) -> None:
+def test_logits_of_cpu_and_gpu(name: str, dtype: str) -> None:
     """Tokens forced, so that one flipped token cannot hide everything behind it."""
-    tokens = ask(make(), 2).tokens
-    logits: dict[str, list] = {"cpu": [], "cuda": []}
-    for device, kept in logits.items():
-        pipe = make().to(device, dtype=dtype if device == "cuda" else None)
-        ask(pipe, 2, force_tokens=tokens, callback_on_scale_end=lambda e, kept=kept: kept.append(e.logits.cpu()))
-    worst = max((a - b).abs().max().item() for a, b in zip(*logits.values(), strict=True))
+    tokens = ask(on("cpu", name), 2).tokens
+    logits: list[list] = []
+    for pipe in (on("cpu", name), MAKERS[name]().to(DEVICE, dtype=dtype)):
+        logits.append([])
+        ask(pipe, 2, force_tokens=tokens, callback_on_scale_end=lambda e: logits[-1].append(e.logits.cpu()))
+    worst = max((a - b).abs().max().item() for a, b in zip(*logits, strict=True))
     print(f"{dtype}: largest difference of the logits {worst:.1e}")
     assert worst < (1e-4 if dtype == "float32" else 0.3)
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_plan_per_image(make) -> None:
-    check_ragged(make().to("cuda"))
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_plan_per_image(name: str) -> None:
+    check_ragged(on(DEVICE, name))
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("name", METHODS)
-def test_methods(make, name: str) -> None:
-    """On the GPU a batch is still its single runs, and the CPU decides the same from the same random numbers."""
-    pipe, method = make().to("cuda"), METHODS[name]
-    batch = ask(pipe, 2, method=method)
-    single = ask(pipe, 1, first=1, method=method)
-    agree = [torch.equal(b[1:], s) for b, s in zip(batch.tokens, single.tokens, strict=True)]
-    there = [i["tokens_computed"] for i in batch.trace.to_dict()["images"]]
-    assert there[1] == single.trace.to_dict()["images"][0]["tokens_computed"]
-    assert all(agree)
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_methods(name: str, method: str) -> None:
+    """On the GPU a batch is still its single runs, and the CPU decides the same from the same random numbers.
+
+    Sums round differently, by about 1e-6. Weights that differ by as much change no token and no decision in any of
+    these cases on a CPU; weights that differ by 1e-5 change up to 3 tokens in one case of twenty. So a GPU may change
+    a few, at a draw or a threshold that is nearly a tie. A wrong kernel, row or order changes hundreds.
+    """
+    pipe, m = on(DEVICE, name), METHODS[method]
+    batch = ask(pipe, 2, method=m, output_type="latent")
+    single = ask(pipe, 1, first=1, method=m, output_type="latent")
+    assert all(torch.equal(b[1:], s) for b, s in zip(batch.tokens, single.tokens, strict=True))
+    assert behaviours.counts(batch)[1] == behaviours.counts(single)[0]
+
+    here, there = (with_the_callers_numbers(p, 2, method=m) for p in (on("cpu", name), pipe))
+    flipped = sum(int((a != b.cpu()).sum()) for a, b in zip(here.tokens, there.tokens, strict=True))
+    expected, found = behaviours.counts(here), behaviours.counts(there)
+    assert [[rows for rows, _ in image] for image in expected] == [[rows for rows, _ in image] for image in found]
+    kept = [[n for image in counts for _, layers in image for n in layers] for counts in (expected, found)]
+    moved = [abs(a - b) for a, b in zip(*kept, strict=True)]
+    print(f"{name}, {method}: {flipped} tokens and {sum(moved)} of {sum(kept[0])} kept tokens differ from the CPU's")
+    assert flipped <= 4
+    assert max(moved) <= 1
+    assert sum(moved) <= 2
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_seeds_on_the_gpu(make) -> None:
-    pipe = make().to("cuda")
+@pytest.mark.parametrize("name", MAKERS)
+def test_seeds_on_the_gpu(name: str) -> None:
+    pipe = on(DEVICE, name)
     batch = ask(pipe, 3)
     assert same_tokens(batch, ask(pipe, 3))
     single = ask(pipe, 1, first=2)
-    equal = [torch.equal(b[2:], s) for b, s in zip(batch.tokens, single.tokens, strict=True)]
-    assert all(equal)
-    on_cpu = ask(make(), 3, generator=torch.Generator().manual_seed(1), seed=None)
-    on_gpu = ask(pipe, 3, generator=torch.Generator().manual_seed(1), seed=None)
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(on_cpu.tokens, on_gpu.tokens, strict=True))
+    assert all(torch.equal(b[2:], s) for b, s in zip(batch.tokens, single.tokens, strict=True))
+    here, there = (with_the_callers_numbers(p, 3) for p in (on("cpu", name), pipe))
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(here.tokens, there.tokens, strict=True))
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_graphs_give_the_tokens_of_eager(make) -> None:
+@pytest.mark.parametrize("name", MAKERS)
+def test_graphs_give_the_tokens_of_eager(name: str) -> None:
     """Two calls each, so that the second one replays what the first one captured, with other seeds and prompts."""
-    pipe, other = make().to("cuda"), make().to("cuda")
-    other.executor = make_executor("graphs", other.device)
+    pipe, other = both(name)
     for first in (0, 2, 0):
         assert same_tokens(ask(pipe, 2, first=first), ask(other, 2, first=first))
     for method in (DropGuidance(3), Truncate(1)):
         for first in (0, 2):
             expected, found = (ask(p, 2, first=first, method=method) for p in (pipe, other))
             assert same_tokens(expected, found), method
-    assert other.executor.program.shelves, "something was captured"
+    assert other.executor.captured > 0
+
+
+@pytest.mark.parametrize("name", ["var", "infinity", "hart"])
+def test_settings_are_those_of_the_call(name: str) -> None:
+    behaviours.settings_are_those_of_the_call(*both(name))
+
+
+def test_methods_are_those_of_the_call() -> None:
+    methods = [CAPTURED[name] for name in ("nova", "nova, zero", "nova, early", "sparsevar", "fastvar")]
+    behaviours.methods_are_those_of_the_call(*both("infinity"), methods)
+
+
+@pytest.mark.parametrize("method", [None, "nova", "sparsevar"])
+def test_an_old_output_stays(method) -> None:
+    behaviours.an_old_output_stays(*both("infinity"), method and CAPTURED[method])
+
+
+@pytest.mark.parametrize("name", ["var", "infinity", "hart"])
+def test_infinite_logits_are_noticed(name: str) -> None:
+    behaviours.infinite_logits_are_noticed(both(name)[1])
+
+
+@pytest.mark.parametrize("how", [None, "one rests", "the first is unguided first"])
+def test_what_a_callback_keeps_stays(how) -> None:
+    method = how and behaviours.Leaving(**behaviours.LEAVING[how])
+    behaviours.what_a_callback_keeps_stays(both("infinity")[1], method)
+
+
+@pytest.mark.parametrize("like", [None, behaviours.REDUCED], ids=["plain", "nova"])
+@pytest.mark.parametrize("how", behaviours.LEAVING)
+@pytest.mark.parametrize("name", ["infinity", "hart"])
+def test_images_that_leave(name: str, how: str, like) -> None:
+    behaviours.images_that_leave(*both(name), behaviours.LEAVING[how], like)
+
+
+def test_skipvar_and_nova_decide_for_each_image(tmp_path) -> None:
+    behaviours.skipvar_decides_for_each_image(*both("infinity"), NOVA(t_est=2, alpha=0.0), tmp_path)
 
 
 @pytest.mark.parametrize("patchify", [False, True], ids=["cells", "patches"])
 @pytest.mark.parametrize("name", ["nova", "nova, zero", "nova, early"])
 def test_kernels_keep_what_the_cpu_keeps(name: str, patchify: bool) -> None:
     """Wide enough for the lens to have a kernel; with the caller's numbers, because a GPU draws others."""
-    on_cpu, pipe = (tiny_infinity(patchify=patchify, width=64).to(device) for device in ("cpu", "cuda"))
+    on_cpu, pipe = (tiny_infinity(patchify=patchify, width=64).to(device) for device in ("cpu", DEVICE))
     method = CAPTURED[name]
 
-    def drawn(pipe):
-        return ask(pipe, 2, method=method, generator=torch.Generator().manual_seed(1), seed=None)
-
-    pairs = [(drawn(on_cpu), drawn(pipe))]
+    pairs = [tuple(with_the_callers_numbers(p, 2, method=method) for p in (on_cpu, pipe))]
     expected = ask(pipe, 2, method=method)
-    pipe.executor = make_executor("graphs", pipe.device)
+    captured(pipe)
     pairs += [(expected, ask(pipe, 2, method=method)) for _ in range(2)]
     for one, other in pairs:
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(one.tokens, other.tokens, strict=True))
@@ -114,11 +189,11 @@ def test_kernels_keep_what_the_cpu_keeps(name: str, patchify: bool) -> None:
         assert kept[0] == kept[1]
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="bfloat16 takes minutes there")
 def test_graphs_read_the_prompts_of_the_call_at_work() -> None:
     """In bfloat16, where our kernels run: prompts of other lengths than those that were captured."""
-    pipe = Pipeline.from_pretrained(device="cuda", dtype="bfloat16", progress_bar=False)
-    other = copy.copy(pipe)
-    other.executor = make_executor("graphs", other.device)
+    pipe = Pipeline.from_pretrained(device=DEVICE, dtype="bfloat16", progress_bar=False)
+    other = captured(copy.copy(pipe))
     for prompt in ("a fox", "a red boat on the sea under a yellow moon", "a fox", "two cats"):
         tokens = pipe(prompt, seed=1, output_type="latent").tokens
         again = other(prompt, seed=1, output_type="latent").tokens
@@ -127,12 +202,12 @@ def test_graphs_read_the_prompts_of_the_call_at_work() -> None:
         assert sum(same) / len(same) > 0.97
 
 
-@pytest.mark.parametrize("make", [tiny_var, tiny_infinity, tiny_hart])
-@pytest.mark.parametrize("name", CAPTURED)
-def test_methods_in_graphs(make, name: str, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["var", "infinity", "hart"])
+@pytest.mark.parametrize("method", CAPTURED)
+def test_methods_in_graphs(name: str, method: str, monkeypatch) -> None:
     """Nothing between two scales' decisions waits for the GPU, and what is kept is what eager mode keeps."""
-    pipe, other = make().to("cuda"), make().to("cuda")
-    other.executor = graphs = make_executor("graphs", other.device)
+    pipe, other = both(name)
+    graphs = other.executor
     record = graphs.record
 
     def without_waiting(run, program):
@@ -145,12 +220,11 @@ def test_methods_in_graphs(make, name: str, monkeypatch) -> None:
 
         return record(checked, program)
 
-    monkeypatch.setattr(graphs, "record", without_waiting)
+    if DEVICE == "cuda":
+        monkeypatch.setattr(graphs, "record", without_waiting)
     for first in (0, 2, 0):
-        expected, found = (ask(p, 2, first=first, method=CAPTURED[name]) for p in (pipe, other))
-        kept = [[i["tokens_computed"] for i in r.trace.to_dict()["images"]] for r in (expected, found)]
-        assert kept[0] == kept[1]
-        assert same_tokens(expected, found)
+        expected, found = (ask(p, 2, first=first, method=CAPTURED[method], output_type="latent") for p in (pipe, other))
+        assert behaviours.same(expected, found)
     assert not graphs.reason
 
 
@@ -177,28 +251,25 @@ def test_an_offloaded_text_encoder_leaves_the_gpu(runtime: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*tokens.values(), strict=True))
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_decoder_of_graphs(make) -> None:
-    pipe, other = make().to("cuda"), make().to("cuda")
-    other.executor = make_executor("graphs", other.device)
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_decoder_of_graphs(name: str) -> None:
+    pipe, other = both(name)
     a, b = (ask(p, 1, output_type="pt").images for p in (pipe, other))
     assert (a - b).abs().max() < 1e-3
 
 
 def test_pictures_are_encoded_after_graphs_ran() -> None:
     """They put the encoder aside."""
-    pipe, other = tiny_infinity().to("cuda"), tiny_infinity().to("cuda")
-    other.executor = make_executor("graphs", other.device)
+    pipe, other = both("infinity")
     picture = ask(other, 1, output_type="pt").images
     assert other.tokenizer.encoder.conv_in.weight.device.type == "cpu"
     expected, found = (p.encode(picture * 2 - 1) for p in (pipe, other))
     assert all(map(torch.equal, expected, found))
-    assert ask(other, 1, output_type="pt").images.device.type == "cuda"
+    assert ask(other, 1, output_type="pt").images.device.type == DEVICE
 
 
 def test_graphs_notice_weights_that_are_not_finite() -> None:
-    pipe = tiny_infinity().to("cuda")
-    pipe.executor = make_executor("graphs", pipe.device)
+    pipe = captured(tiny_infinity().to(DEVICE))
     ask(pipe, 1)
     with torch.no_grad():
         pipe.backbone.blocks[1].mlp.fc1.weight[0, 0] = float("nan")

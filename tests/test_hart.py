@@ -12,6 +12,7 @@ import torch
 import files
 from conftest import ask, embeds
 from nextscale import NOVA, FastVAR, NextscaleError, Pipeline, SparseVAR, Truncate
+from nextscale.draws import PerImageDraws
 from nextscale.models.residual_diffusion import ancestral_steps
 from nextscale.testing import tiny_hart
 from nextscale.verify import verify
@@ -117,6 +118,14 @@ def test_padding_on_the_left(hart: Pipeline) -> None:
     assert places.tolist() == [[-1] * 7 + [0, 1, 2, 3, 4], [0] * 12]
     assert torch.equal(rows[0, 7:], short)
     assert rows[0, :7].abs().max() == rows[1].abs().max() == 0
+
+
+def test_every_step_of_the_residual_has_noise_of_its_own() -> None:
+    draws, like = PerImageDraws([1]), torch.empty(1, 4, 3)
+    start, first, second = (draws.normal(like, 7, [0], name) for name in ("start", "step 0", "step 1"))
+    assert not torch.equal(start, first)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, draws.normal(like, 7, [0], "step 0"))
 
 
 def test_the_spaced_schedule() -> None:

@@ -256,8 +256,9 @@ def test_rows_leave_when_no_later_scale_is_guided(infinity) -> None:
     scales = 7
     rows = []
     weights = [3.0, 1.0, 2.0] + [1.0] * (scales - 3)
-    ask(infinity, 2, guidance_scale=weights, callback_on_scale_end=lambda e: rows.append(len(e.hidden)))
+    out = ask(infinity, 2, guidance_scale=weights, callback_on_scale_end=lambda e: rows.append(len(e.hidden)))
     assert rows == [4, 4, 4, 2, 2, 2, 2]
+    assert out.trace.share() == 1, "a plain run of these weights has no more rows"
 
 
 def test_an_unguided_run_equals_the_conditional_branch(any_pipe) -> None:

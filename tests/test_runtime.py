@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import behaviours
 from conftest import ask, same_tokens
 from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SkipVAR, SparseVAR, ToProVAR, Truncate
 from nextscale.draws import FixedDraws, PerImageDraws
@@ -631,3 +632,57 @@ def test_out_of_memory(infinity, caplog) -> None:
     for once in ({"callback_on_scale_end": lambda end: None}, {"generator": torch.Generator(), "seed": None}):
         with pytest.raises(NextscaleError, match=sentence):
             ask(other, 2, **once)
+
+
+def emulated(pipe):
+    """The same model, its scales recorded."""
+    other = copy.copy(pipe)
+    other.executor = Pretended()
+    return other
+
+
+def test_settings_are_those_of_the_call(any_pipe) -> None:
+    behaviours.settings_are_those_of_the_call(any_pipe, emulated(any_pipe))
+
+
+def test_settings_are_those_of_the_call_of_a_method(infinity) -> None:
+    method = NOVA(t_est=2, alpha=10, entropy_of="guided")
+    behaviours.settings_are_those_of_the_call(infinity, emulated(infinity), method)
+
+
+@pytest.mark.parametrize("kind", [NOVA, SparseVAR])
+def test_methods_are_those_of_the_call(infinity, kind) -> None:
+    methods = [m for m in CAPTURED.values() if isinstance(m, kind)]
+    methods = methods[:5] if kind is NOVA else [*methods, SparseVAR(start_scale=0.5, tau=0.95)]
+    behaviours.methods_are_those_of_the_call(infinity, emulated(infinity), methods)
+
+
+@pytest.mark.parametrize("name", [None, "nova", "sparsevar"])
+def test_an_old_output_stays(infinity, name) -> None:
+    behaviours.an_old_output_stays(infinity, emulated(infinity), name and CAPTURED[name])
+
+
+@pytest.mark.parametrize("make", [tiny_var, tiny_infinity, tiny_hart])
+def test_infinite_logits_are_noticed(make) -> None:
+    behaviours.infinite_logits_are_noticed(emulated(make()))
+
+
+@pytest.mark.parametrize("how", [None, *behaviours.LEAVING])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
+def test_what_a_callback_keeps_stays(infinity, how, captured: bool) -> None:
+    method = how and behaviours.Leaving(**behaviours.LEAVING[how])
+    behaviours.what_a_callback_keeps_stays(emulated(infinity) if captured else infinity, method)
+
+
+@pytest.mark.parametrize("like", [None, behaviours.REDUCED], ids=["plain", "nova"])
+@pytest.mark.parametrize("how", behaviours.LEAVING)
+def test_images_that_leave(infinity, how: str, like) -> None:
+    again = behaviours.images_that_leave(infinity, emulated(infinity), behaviours.LEAVING[how], like)
+    assert again == 0, "calls like earlier ones find their graphs"
+
+
+@pytest.mark.parametrize(
+    "like", [NOVA(t_est=2, alpha=0.0), FastVAR(scale_table="0.5:0.3 1:0.6")], ids=["nova", "fastvar"]
+)
+def test_skipvar_decides_for_each_image(infinity, like, tmp_path) -> None:
+    behaviours.skipvar_decides_for_each_image(infinity, emulated(infinity), like, tmp_path)

@@ -15,6 +15,10 @@ from typer.testing import CliRunner
 from conftest import BUNDLED, DATA, MORE
 from nextscale.cli import app
 from nextscale.errors import NextscaleError
+from nextscale.models.layers import SelfAttention
+from nextscale.schedule import Schedule
+from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
+from nextscale.tokenizers.vq import VQConfig, VQTokenizer
 from nextscale.verify import verify
 
 CASE = DATA / "var_shared_adaln"
@@ -171,3 +175,22 @@ def test_command(tmp_path: Path) -> None:
     result = run(app, ["verify", str(CASE), "--mutate"])
     assert result.exit_code == 1
     assert "NOT EQUAL" in result.output
+
+
+def test_what_the_cases_do_not_reach() -> None:
+    """Numbers that no recorded model has: a map of zeros, another share of phi, a learned scale beyond its bound."""
+    bits = BSQTokenizer(BSQConfig(code_dim=4, channels=32, multipliers=(1, 1)))
+    scale = next(iter(Schedule.squares((2,))))
+    assert not bits.quantise(torch.zeros(1, 4, 2, 2), scale).any(), "zero is no positive number"
+
+    codes, schedule = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0)), Schedule.squares((2,))
+    shape = {"vocabulary": 16, "code_dim": 8, "channels": 32, "multipliers": (1, 1), "phis": 1}
+    book = VQTokenizer(VQConfig(**shape, phi_ratio=0.25))
+    h = codes.transpose(1, 2).unflatten(2, (2, 2))
+    assert torch.allclose(book.increment(codes, scale, schedule), 0.75 * h + 0.25 * book.phi[0](h), atol=1e-6)
+
+    attn = SelfAttention(8, 1, cosine=True)
+    with torch.no_grad():
+        attn.log_scale.fill_(10.0)
+    q, _, _ = attn.split(torch.randn(1, 3, 3, 1, 8), None)
+    assert torch.allclose(q.norm(dim=-1), torch.tensor(100.0))

@@ -100,7 +100,7 @@ class Graphs(Eager):
 
     def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
         program, scale, plan = self.program, task.scale, task.plan
-        some = program is not None and task.rows.images < len(program.features)
+        some = program is not None and program.misses(task.rows, kv)
         # What a method remembers of pictures that rest lies anywhere: from then on nothing can be captured.
         self.apart |= some and not passive(work.policy)
         if self.reason or program is None or some or self.apart:

@@ -17,7 +17,7 @@ from nextscale.kv import LayerCache
 from nextscale.methods.numbers import FetchedNumbers
 from nextscale.methods.residual import Places, TokenCaches
 from nextscale.packing import Like, divide, ends
-from nextscale.run import Run
+from nextscale.run import Rows, Run
 from nextscale.runtime.eager import Work
 from nextscale.runtime.shelf import Shelf
 
@@ -162,6 +162,11 @@ class Program:
         self.shelves = {key: shelf for key, shelf in self.shelves.items() if key[0] != last}
         self.tail = tuple(t.new_zeros(rows, heads, max(tokens, room + room // 8), width) for t in self.tail)
         return True
+
+    def misses(self, rows: Rows, kv: Sequence[LayerCache]) -> bool:
+        """Whether pictures rest, or rows between others have left: then nothing lies where a graph would look."""
+        moved = kv[0].k.data_ptr() != self.kv[0][0].data_ptr()
+        return rows.images < len(self.features) or rows.guided is not None or moved
 
     def left(self, last: bool) -> list[int]:
         """Room in the cache of each layer, or at the last scale."""

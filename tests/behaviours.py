@@ -1,0 +1,205 @@
+"""What any way to run scales must give, whoever captures them: bodies of tests.
+
+`pipe` is eager, `other` is the same model with the executor in question. test_runtime.py runs them with an emulated
+recorder on a CPU, test_gpu.py with CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import ask, same_tokens
+from nextscale import NOVA, SkipVAR
+from nextscale.errors import NextscaleError
+from nextscale.methods.base import Method, Policy
+
+UNGUIDED = {"var": 0.0, "infinity": 1.0, "hart": 0.0}  # guidance_scale of a plain run of each family
+REDUCED = NOVA(t_est=2, alpha=10, uncomputed="nothing")
+
+
+@dataclass(frozen=True)
+class Leaving(Method):
+    """Images leave out scales, stop, or lose their guidance, each at its own; with another method's reduction.
+
+    Pairs are (image, scale), both from 0; an image stops, or is unguided, from that scale on.
+    """
+
+    name, summary = "leaving", ""
+    like: Method | None = None
+    skip: tuple[tuple[int, int], ...] = ()
+    stop: tuple[tuple[int, int], ...] = ()
+    unguided: tuple[tuple[int, int], ...] = ()
+
+    def start(self, context):
+        policy = Policy(context) if self.like is None else self.like.start(context)
+        inner = policy.begin_scale
+
+        def begin_scale(scale):
+            plan, k, actions, guided = inner(scale), scale.index, [], []
+            for image in range(context.images):
+                stops = any(i == image and k >= s for i, s in self.stop)
+                actions.append("stop" if stops else "skip" if (image, k) in self.skip else "run")
+                guided.append(plan.guided[image] and not any(i == image and k >= s for i, s in self.unguided))
+            return plan._replace(actions=tuple(actions), guided=tuple(guided))
+
+        policy.begin_scale = begin_scale
+        return policy
+
+
+# Images that are not there for a while, are gone early, or are without an unconditional row before the others.
+LEAVING = {
+    "one rests": {"skip": ((0, 3),)},
+    "the first is unguided first": {"unguided": ((0, 3), (1, 5))},
+    "the last is unguided first": {"unguided": ((0, 5), (1, 3))},
+    "one rests, one is unguided": {"skip": ((1, 3),), "unguided": ((0, 4),)},
+    "one is unguided and stops": {"unguided": ((0, 3),), "stop": ((0, 5),)},
+}
+
+
+def counts(out: Any) -> list[list[tuple[int, list[int]]]]:
+    """Rows and kept tokens of every layer, per image and scale."""
+    images = out.trace.to_dict()["images"]
+    return [[(s["rows"], [layer["kept"] for layer in s["layers"]]) for s in image["scales"]] for image in images]
+
+
+def same(expected: Any, found: Any) -> bool:
+    return same_tokens(expected, found) and counts(expected) == counts(found)
+
+
+def settings(pipe) -> list[dict[str, Any]]:
+    """One other value for each, of those that the model knows; every one changes its pictures."""
+    known: list[dict[str, Any]] = [
+        {"guidance_scale": 1.5},
+        {"temperature": 0.6},
+        {"top_k": 1},
+        {"top_p": 0.5},
+        {"greedy": True},
+        {"guidance_layers": (0, -2)},
+    ]
+    return known if pipe.backbone.family == "infinity" else [*known, {"top_k": 3}, {"smooth": True}]
+
+
+def settings_are_those_of_the_call(pipe, other, method: Method | None = None) -> None:
+    """A call does not get another one's, though both have the same shape."""
+    plain = ask(pipe, 1, method=method, output_type="latent")
+    for options in ({}, *settings(pipe), {}):
+        expected, found = (ask(p, 1, method=method, output_type="latent", **options) for p in (pipe, other))
+        assert same_tokens(expected, plain) == (not options), f"{options} changes nothing, so it cannot be seen"
+        assert same(expected, found), options
+
+
+def methods_are_those_of_the_call(pipe, other, methods: Sequence[Method]) -> None:
+    """The same for what a method does inside a scale."""
+    seen = []
+    for method in (*methods, methods[0]):
+        expected, found = (ask(p, 1, method=method, output_type="latent") for p in (pipe, other))
+        assert same(expected, found), method
+        seen.append(expected)
+    assert not any(same(a, b) for a, b in pairwise(seen)), "two of them give the same, so nothing can be seen"
+
+
+def an_old_output_stays(pipe, other, method: Method | None) -> None:
+    """Whoever looks at an output after other calls finds what is its own."""
+
+    def looked_at(p) -> list[dict[str, Any]]:
+        outs = [ask(p, 1, first=first, method=method, output_type="latent") for first in (0, 2, 4, 0)]
+        scales = range(1, len(outs[0].tokens) + 1)
+        return [
+            {
+                "maps": [out.images.cpu().numpy()],
+                "tokens": [t.cpu().numpy() for t in out.tokens],
+                "kept": [out.trace.kept(0, scale, layer) for scale in scales for layer in (1, 3)],
+                "flops": [out.trace.to_dict()["images"][0][name] for name in ("flops", "flops_full")],
+            }
+            for out in outs
+        ]
+
+    expected, found = looked_at(pipe), looked_at(other)
+    assert not np.array_equal(expected[0]["tokens"][-1], expected[1]["tokens"][-1])
+    assert method is None or any(
+        not np.array_equal(*pair) for pair in zip(*(e["kept"] for e in expected[:2]), strict=True)
+    )
+    for a, b in zip(expected, found, strict=True):
+        for name in a:
+            close = np.array_equal if name != "maps" else functools.partial(np.allclose, atol=1e-4)
+            assert all(map(close, a[name], b[name])), name
+
+
+def infinite_logits_are_noticed(other) -> None:
+    """Infinity, not NaN: nothing else would stop such a run, for its maps are finite."""
+    plain = {"guidance_scale": UNGUIDED[other.backbone.family]}  # the difference of two infinite ones would be NaN
+    for _ in range(2):
+        ask(other, 1, **plain)
+        with pytest.raises(NextscaleError, match="logits of scale 1 are not finite: guidance_scale or temperature"):
+            ask(other, 1, temperature=1e-39, **plain)
+    bias = other.backbone.head_linear.bias
+    before = bias.clone()
+    for bad in (torch.inf, -torch.inf):
+        with torch.no_grad():
+            bias[-1] = bad
+        with pytest.raises(NextscaleError, match=r"scale 1 are not finite: the weights of head_linear\.bias"):
+            ask(other, 1, **plain)
+    with torch.no_grad():
+        bias.copy_(before)
+    ask(other, 1, **plain)
+
+
+def what_a_callback_keeps_stays(pipe, method: Method | None) -> None:
+    """Maps, tokens and logits of a scale, read after later scales and calls, in which images may rest."""
+    kept, copies = [], []
+    names = ("features", "tokens", "logits", "raw_logits", "hidden")
+
+    def keep(end) -> None:
+        kept.append(end)
+        copies.append({name: getattr(end, name).clone() for name in names})
+
+    for first in (0, 2):
+        ask(pipe, 2, first=first, method=method, callback_on_scale_end=keep)
+    assert len(kept) > 8
+    for end, copy in zip(kept, copies, strict=True):
+        for name in names:
+            assert torch.equal(getattr(end, name), copy[name]), (end.scale.index, name)
+
+
+def images_that_leave(pipe, other, how: dict[str, Any], like: Method | None) -> int:
+    """Batches of which some images rest, stop or lose guidance; calls without that share what was captured.
+
+    Gives how much a call captures that was made before.
+    """
+    method = Leaving(like, **how)
+    for first, m in ((0, method), (2, like), (2, method), (0, method)):
+        expected, found = (ask(p, 2, first=first, method=m, output_type="latent") for p in (pipe, other))
+        assert same(expected, found), (first, m)
+    rows = [[scale[0] for scale in image] for image in counts(expected)]
+    assert rows[0] != rows[1] or len(set(rows[0])) > 1, "somebody left"
+    before = other.executor.captured
+    ask(other, 2, method=method)
+    return other.executor.captured - before
+
+
+def skipvar_decides_for_each_image(pipe, other, like: Method, folder: Path) -> None:
+    """SkipVAR in a batch whose images leave at different scales, alone and with a method that drops tokens."""
+    # Of the tiny Infinity's pictures some are below 0.75 in feature B, some above 0.8.
+    content = {
+        name: {"classes": [0, 2], "mean": [0, edge], "scale": [1, 1], "coef": [[0, 0], [0, sign]], "intercept": [0, 0]}
+        for name, edge, sign in (("skip", 0.75, -1), ("uncond", 0.8, 1))
+    }
+    decision = folder / "decision.json"
+    decision.write_text(json.dumps(content))
+    for method in (SkipVAR(str(decision), at=0.5), SkipVAR(str(decision), at=0.5) + like):
+        ends = set()
+        for first in (0, 2, 0):
+            expected, found = (ask(p, 3, first=first, method=method, output_type="latent") for p in (pipe, other))
+            assert same(expected, found), (first, method)
+            ends |= {tuple(scale[0] for scale in image[-2:]) for image in counts(expected)}
+        assert ends == {(0, 0), (1, 1), (2, 2)}, "images stop, lose guidance or stay"
