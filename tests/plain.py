@@ -107,7 +107,8 @@ def conv(x: Array, weight: Array) -> Array:
     padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
     taps = [(i, j) for i in range(3) for j in range(3)]
     return sum(
-        np.einsum("bchw,oc->bohw", padded[:, :, i : i + height, j : j + width], weight[:, :, i, j]) for i, j in taps
+        np.einsum("bchw,oc->bohw", padded[:, :, i : i + height, j : j + width], weight[:, :, i, j], optimize=True)
+        for i, j in taps
     )
 
 
