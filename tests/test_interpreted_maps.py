@@ -38,6 +38,7 @@ from plain import (
     plain,
     resized,
     resized_tokens,
+    sigmoid,
     unfolded,
 )
 
@@ -149,11 +150,13 @@ def test_bits(shape: tuple[int, int, int]) -> None:
     close(fused_entropy(logits, "token"), bit_entropy(z).sum(-1))
     close(fused_entropy(logits, "bit"), bit_entropy(z).mean(-1))
     noise = fenced(torch.empty(logits.shape).exponential_())
-    for top_p in (0.0, 0.9):
-        p = np.stack((1 / (1 + np.exp(z)), 1 / (1 + np.exp(-z))), -1)
-        p[(p <= 1 - top_p) & (p < p[..., ::-1])] = 0 if top_p else p[(p <= 1) & (p < p[..., ::-1])]
+    noise[0, 0, 0] = torch.tensor([0.5, 0.6])
+    for top_p in (0.0, 0.4, 0.9):
+        p = np.stack((sigmoid(-z), sigmoid(z)), -1)
+        if top_p:  # of two values only the less likely one can be left out
+            p[(p <= 1 - top_p) & (p < p[..., ::-1])] = 0
         race = p / plain(noise)
-        assert (np.abs(race[..., 0] / race[..., 1] - 1) > 1e-6).all(), "no decision is close"
+        assert (np.abs(race[..., 0] - race[..., 1]) > 1e-6 * race.max(-1)).all(), "no decision is close"
         assert np.array_equal(fused_draw(logits, noise, top_p).numpy(), race.argmax(-1))
 
 
