@@ -118,13 +118,14 @@ def test_attention_in_front_of_8_bits(tuned: dict[str, int]) -> None:
     eight_bits(seen, exact)
 
 
-@pytest.mark.parametrize("width", [32, 64])
-@pytest.mark.parametrize("rotary", [0, 1, 2], ids=["still", "one for all", "per row"])
-@pytest.mark.parametrize(("tokens", "counts"), [(1, None), (9, (0, 9)), (8, (8, 1)), (257, (256, 3))])
+FEW = [(1, None), (9, (0, 9)), (8, (8, 1))]
+KEYS = [(width, rotary, *few) for width in (32, 64) for rotary in (0, 1, 2) for few in FEW]
+
+
+@pytest.mark.parametrize(("width", "rotary", "tokens", "counts"), [*KEYS, (64, 2, 257, (256, 3))])
 def test_keys_and_values(width: int, rotary: int, tokens: int, counts: tuple[int, int] | None) -> None:
+    """`rotary`: so many rows of positions."""
     rows, heads, cells, room = 2, 2, tokens + 3, tokens + 9
-    if tokens > 16 and (width, rotary) != (64, 2):
-        pytest.skip("large blocks once")
     attn = SimpleNamespace(log_scale=fenced(torch.tensor([1.3, 7.0]).view(1, heads, 1, 1)))  # exp(7) is above 100
     qkv = some(rows, tokens, 3, heads, width)
     qkv[0, 0, :, 0] *= 1e-9 / math.sqrt(width)  # still a direction
