@@ -30,7 +30,7 @@ METHODS = {
     "none": None,
     "nova": NOVA(t_est=2, alpha=10, max_layer_keep=0.3),
     "nova, zero": NOVA(t_est=2, alpha=10, max_layer_keep=0.3, cache="zero"),
-    "nova, nearest": NOVA(t_est=4, alpha=10, restore_mode="nearest"),
+    "nova, nearest": NOVA(t_est=2, alpha=10, max_layer_keep=0.3, restore_mode="nearest"),
 }
 # Where somebody asks whether a kernel takes a tensor: each of them would say no on a CPU.
 ASKED = (
