@@ -26,11 +26,13 @@ def fused_conv(x: Tensor, conv: FP8Conv, term: Tensor, groups: int, kept: Tensor
     # other one multiplies.
     rows, warps = (8, 4) if outputs == CHANNELS else (16, 8)
     weight = conv.weight.permute(0, 2, 3, 1).reshape(outputs, -1)
+    # Not as it says itself: with a single cell, any strides count as channels last.
+    cells = x.as_strided((batch, height, width, channels), (height * width * channels, width * channels, channels, 1))
     y = torch.empty(batch, outputs, height, width, dtype=term.dtype, device=x.device, memory_format=torch.channels_last)
     parts = triton.cdiv(height, rows) * triton.cdiv(width, COLUMNS)
     sums = torch.empty(batch, 2, groups, parts, dtype=torch.float32, device=x.device)
     _conv[(parts * (outputs // CHANNELS), batch)](
-        TensorDescriptor.from_tensor(x.permute(0, 2, 3, 1), [1, rows, COLUMNS, CHANNELS]),
+        TensorDescriptor.from_tensor(cells, [1, rows, COLUMNS, CHANNELS]),
         TensorDescriptor.from_tensor(weight, [CHANNELS, CHANNELS]),
         y,
         y if kept is None else kept,
