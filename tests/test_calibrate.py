@@ -48,7 +48,7 @@ def test_toprovar_with_too_few_prompts(var) -> None:
         calibrate_toprovar(var, [1, 2, 3])
     with pytest.raises(NextscaleError, match="target must lie in"):
         calibrate_toprovar(var, LABELS, target=2)
-    with pytest.raises(NextscaleError, match=r"^prompt 65: a class label is a whole number from 0 to 9, not 10$"):
+    with pytest.raises(NextscaleError, match=r"^prompt 65: a class label must be a whole number, from 0 to 9, not 10$"):
         calibrate_toprovar(var, [*LABELS, 10])
 
 
@@ -109,7 +109,7 @@ def test_commands(tmp_path: Path, monkeypatch, capsys) -> None:
     code, told = call(*options)
     assert code == 2
     assert told.startswith(
-        f"error: {prompts}, line 3: a class label is a whole number from 0 to 11, not 'a fox' (1 more"
+        f"error: {prompts}, line 3: a class label must be a whole number, from 0 to 11, not 'a fox' (1 more"
     )
     assert not out.exists()
     assert call(*options, "--skip-bad")[0] == 0

@@ -96,11 +96,11 @@ def test_generate(recorder: Recorder, tmp_path: Path) -> None:
     asked = {"negative_prompt": "a dog", **SAMPLED, "greedy": True}
     asked |= {"height": 320, "width": 192, "aspect_ratio": 1.5, "pixel_budget": "0.25M"}
     values = {"prompt": "a fox", "seed": 41, "out": tmp_path / "a.jpg", "images": 3, "quiet": True, **asked, **METHOD}
-    values |= {"text_encoder": "t5", "runtime": "graphs", "quantize": "fp8", **LOADED}
+    values |= {"text_encoder": "t5", "runtime": "graphs", "quantize": "fp8", "offload": "text", **LOADED}
     values |= {"preview": tmp_path / "scales", "trace": tmp_path / "t.json"}
     done = run("generate", *arguments("generate", values))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    loaded_as_asked(recorder, text_encoder="t5", runtime="graphs", quantize="fp8", progress_bar=False)
+    loaded_as_asked(recorder, text_encoder="t5", runtime="graphs", quantize="fp8", offload="text", progress_bar=False)
     previews = recorder.asked.pop("callback_on_scale_end")
     assert previews.folder == tmp_path / "scales"
     assert recorder.asked == {"prompt": "a fox", "seed": 41, "num_images_per_prompt": 3, "method": MEANT, **asked}
@@ -140,12 +140,12 @@ def test_export(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(Reached):
         CLI(["export", *map(str, arguments("export", values))], standalone_mode=False)
     assert set(values) <= known
-    assert recorder.more["read"][:4] == ("dpg", tmp_path / "p", 5, 41)
+    assert recorder.more["read"] == ("dpg", tmp_path / "p", 5, 41, True)
     folder, shard, resume = recorder.more["check"]
     assert (folder, str(shard.index), str(shard.count), resume) == (tmp_path, "2", "3", True)
     loaded_as_asked(recorder, text_encoder="t5", progress_bar=False)
     seen = {"work": work, "out": tmp_path, "method": MEANT, "batch": 7, "resume": True, "pixel_budget": "0.25M"}
-    seen |= {**SAMPLED, "smooth": True, "skip_bad": True, "progress_bar": False, "shard": shard}
+    seen |= {**SAMPLED, "smooth": True, "progress_bar": False, "shard": shard}
     assert seen.items() <= recorder.asked.items()
 
 

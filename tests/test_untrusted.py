@@ -153,7 +153,7 @@ def converted(request, tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp(request.param)
     content = {}
     for prefix, module in (("backbone", pipe.backbone), ("tokenizer", pipe.tokenizer)):
-        content |= {f"{prefix}.{key}": value for key, value in module.state_dict().items()}
+        content |= {f"{prefix}.{key}": value.contiguous() for key, value in module.state_dict().items()}
     save_file(content, folder / "model.safetensors")
     config = {"format": "nextscale", "version": 1, "family": request.param, "model": "mine", "pixel_budget": None}
     config |= {"backbone": dataclasses.asdict(pipe.backbone.config), "text_encoder": None, "text": None}
@@ -197,7 +197,7 @@ def test_every_number_of_a_config(converted) -> None:
         ("backbone", "depth", 10**6, "depth = 1000000 is not a whole number from 1 to 256"),
         ("backbone", "depth", 200, "depth says 200, its tensors 4"),
         ("backbone", "depth", True, "depth = True is not a whole number"),
-        ("backbone", "eps", float("nan"), "eps = nan is not a number from 0 to 1"),
+        ("backbone", "eps", float("nan"), "NaN is not JSON"),
         ("backbone", "eps", "1e-6", "eps = '1e-6' is not a number"),
         ("tokenizer", "multipliers", [], r"multipliers = \[\] is not a list of 1 to 64 whole numbers"),
         ("tokenizer", "multipliers", [1, 0.5], r"multipliers = \[1, 0.5\] is not a list"),
@@ -205,7 +205,7 @@ def test_every_number_of_a_config(converted) -> None:
         ("tokenizer", "code_dim", 5, "(bits per token|codes of width)"),
         ("defaults", "top_k", "x", "top_k = 'x' cannot be a default"),
         ("defaults", "guidance_scale", None, "guidance_scale = None cannot be a default"),
-        ("defaults", "temperature", float("inf"), "temperature = inf cannot be a default"),
+        ("defaults", "temperature", float("inf"), "Infinity is not JSON"),
         ("defaults", "smooth", 1, "smooth = 1 cannot be a default"),
         ("defaults", "other", 1, "other"),
     ],
@@ -266,7 +266,7 @@ def test_packed_weights(tmp_path: Path, infinity) -> None:
     """Our own 8 bits are read, but only with a scale for every row."""
     folder, parts = tmp_path / "m", (("backbone", infinity.backbone), ("tokenizer", infinity.tokenizer))
     folder.mkdir()
-    content = pack({f"{p}.{k}": v for p, module in parts for k, v in module.state_dict().items()})
+    content = pack({f"{p}.{k}": v.contiguous() for p, module in parts for k, v in module.state_dict().items()})
     key = next(k for k, t in content.items() if t.dtype == torch.int8)
     config = {"format": "nextscale", "version": 1, "family": "infinity", "model": "mine", "pixel_budget": None}
     config |= {"backbone": dataclasses.asdict(infinity.backbone.config), "text_encoder": None, "text": None}
@@ -297,7 +297,7 @@ def test_paths_that_the_system_refuses(tmp_path: Path, var_files) -> None:
     refused("cannot be read: File name too long", f"{long}.pth")
     refused("cannot be read: File name too long", tmp_path / long)
     refused("cannot be read: File name too long", weights, vae=f"{long}.pth")
-    refused("does not exist", "zero\0byte.pth")
+    refused("it holds a zero byte", "zero\0byte.pth")
     refused("does not exist", "~nobody-of-this-name/m.pth")
     refused("does not exist", weights / "inside" / "a-file.pth")
     (tmp_path / "loop.pth").symlink_to(tmp_path / "loop.pth")
@@ -306,7 +306,7 @@ def test_paths_that_the_system_refuses(tmp_path: Path, var_files) -> None:
     refused("pipe.pth is not a file", tmp_path / "pipe.pth")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "folder" / "config.json")
-    refused("config.json is not a file", tmp_path / "folder")
+    refused("config.json cannot be read: it is no regular file", tmp_path / "folder")
 
 
 def test_a_text_encoder_for_a_model_of_classes(tmp_path: Path, var_files) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from nextscale.errors import NextscaleError, choices
 
 LONGEST = 60  # characters of a value that an error shows
-NAME, PATH = 200, 2000  # bytes of a file's name, and of a path: less than any disk takes, for names get endings
+NAME, PATH = 255, 4096  # bytes of a file's name, and of a path: no disk takes more
 LARGEST = 2**40  # of a count: what is more is a mistake, and lists of that length must not be made
 
 
@@ -46,8 +46,8 @@ def read_count(value: Any, name: str, least: int = 0, most: int = LARGEST) -> in
     except (TypeError, ValueError, RuntimeError):  # the last two: tensors of several numbers, or of none
         number = None
     if number is None or not least <= number <= most:
-        allowed = f"at least {least}" if most == LARGEST else f"from {least} to {most}"
-        raise NextscaleError(f"{name} must be a whole number, {allowed}, not {shown(value)}")
+        allowed = f", from {least} to {most}" if most < LARGEST else f", at least {least}" if least > -LARGEST else ""
+        raise NextscaleError(f"{name} must be a whole number{allowed}, not {shown(value)}")
     return number
 
 
@@ -109,8 +109,11 @@ def read_choice(value: Any, name: str, allowed: Iterable[str]) -> str:
 
 def read_path(value: Any, name: str) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not can_be_path(path):
+    if not isinstance(path, str):
         raise NextscaleError(f"{name} must be a name or a path, not {shown(value)}")
+    if not can_be_path(path):
+        reason = "it holds a zero byte" if "\0" in path else "File name too long"
+        raise NextscaleError(f"{name} {shown(path)} cannot be read: {reason}")
     return path
 
 

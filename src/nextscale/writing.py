@@ -35,8 +35,6 @@ def require_folder(path: Path) -> None:
         there = next(p for p in (path, *path.absolute().parents) if p.exists())
     except OSError as error:
         raise NextscaleError(f"cannot write into {path}: {error.strerror}") from None
-    if there == path and not there.is_dir():
-        raise NextscaleError(f"{path} is a file, not a folder")
     if not there.is_dir():
         raise NextscaleError(f"cannot write into {path}: Not a directory")
     if not os.access(there, os.W_OK | os.X_OK):
