@@ -125,24 +125,30 @@ def test_3_a_batch_equals_single_runs(model, method) -> None:
         mine = [b[i : i + 1] for b in batch.tokens]
         single = ask(pipe, 1, first=i, method=method, **size)
         flipped = next((n for b, s in zip(mine, single.tokens, strict=True) if (n := int((b != s).sum()))), 0)
-        if flipped:  # a draw that rounding decides, on this processor: rows or caches that are mixed up change hundreds
+        if flipped:  # rounding decided, on this processor; rows or caches that are mixed up change hundreds
             assert flipped <= 2
-            forced, alone_logits, logits = {"method": method, **size}, [], {}
-            ask(
-                pipe,
-                3,
-                force_tokens=batch.tokens,
-                callback_on_scale_end=lambda e: logits.update({e.scale: e}),
-                **forced,
-            )
-            single = ask(pipe, 1, first=i, force_tokens=mine, callback_on_scale_end=alone_logits.append, **forced)
-            for end in alone_logits:
-                row = logits[end.scale].images.index(i)
-                torch.testing.assert_close(end.logits[0], logits[end.scale].logits[row], rtol=1e-4, atol=1e-4)
+            assert_equal_but_for_ties(pipe, i, batch.tokens, method=method, **size)
+            continue
         alone = single.trace.to_dict()["images"][0]
         assert computed(alone) == computed(traced[i])
         assert alone["stopped_after"] == traced[i]["stopped_after"]
         assert alone["activation"]["star"] == traced[i]["activation"]["star"]
+
+
+def assert_equal_but_for_ties(pipe, image: int, tokens: list[torch.Tensor], **options) -> None:
+    """With the tokens given, logits agree until two cells of equal score change places in a selection."""
+    ends: list[list] = [[], []]
+    batch = ask(pipe, 3, force_tokens=tokens, callback_on_scale_end=ends[0].append, **options)
+    mine = [t[image : image + 1] for t in tokens]
+    single = ask(pipe, 1, first=image, force_tokens=mine, callback_on_scale_end=ends[1].append, **options)
+    for one, alone in zip((e for e in ends[0] if image in e.images), ends[1], strict=True):
+        scale = one.scale.index + 1
+        for layer in range(1, pipe.backbone.depth + 1):
+            swapped = (batch.trace.kept(image, scale, layer) != single.trace.kept(0, scale, layer)).sum()
+            assert swapped in (0, 2)
+            if swapped:
+                return
+        torch.testing.assert_close(one.logits[one.images.index(image)], alone.logits[0], rtol=1e-4, atol=1e-4)
 
 
 def computed(traced: dict) -> list[tuple[int, list[int]]]:
