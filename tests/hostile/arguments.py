@@ -156,7 +156,7 @@ def deep_outputs(box: Sandbox) -> list[str]:
 def traces_and_previews(box: Sandbox) -> list[str]:
     box.write("file", "x")
     option = box.choose("--trace", "--preview")
-    return box.generate(f"{option}={box.choose('file/x', 'x' * 300, '/proc/x/y', 'file', box.text(4))}")
+    return box.generate(f"{option}={box.choose('file/x', 'x' * 300, '/proc/x/y', box.text(4))}")
 
 
 @kind("arguments")

@@ -86,7 +86,10 @@ class PickleState(StateFile):
         tensors = {key: t for key, t in state.items() if isinstance(t, Tensor)}
         if odd := [key for key in tensors if not isinstance(key, str)]:
             raise NextscaleError(f"{path} names a tensor {repr(odd[0])[:40]}, but names are texts")
-        super().__init__(path, {key: TensorInfo(tuple(t.shape), t.dtype, _form(t)) for key, t in tensors.items()})
+        super().__init__(
+            path,
+            {key: TensorInfo(() if t.is_nested else tuple(t.shape), t.dtype, _form(t)) for key, t in tensors.items()},
+        )
 
     def tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         state = _inside(load_pickle(self.path), self.nested)

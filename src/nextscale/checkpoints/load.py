@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from nextscale.checkpoints.family import count
 from nextscale.checkpoints.files import StateFile
@@ -58,6 +59,17 @@ def build(
     return module
 
 
+class Uninitialized(TorchFunctionMode):
+    """Modules draw random numbers for a start. On the meta device nobody will have them, and to pretend to draw them
+    torch loads its compiler, which takes longer than all of our own start."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 def outline(cls: Callable[[Any], Any], config: Any, state: StateFile, names: Mapping[str, str]) -> Any:
     """The module without its numbers, into which the tensors of the file fit."""
     for field, pattern in _LISTS.items():  # before anything is made: a million blocks would take an hour
@@ -66,7 +78,7 @@ def outline(cls: Callable[[Any], Any], config: Any, state: StateFile, names: Map
         if said is not None and said != found:
             raise NextscaleError(f"{state.path} does not fit its config: {field} says {said}, its tensors {found}")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Uninitialized():
             module = cls(config).eval().requires_grad_(False)
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise NextscaleError(

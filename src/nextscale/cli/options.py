@@ -77,6 +77,8 @@ def source_of(model: str | None, weights: str | None) -> str:
 
     if model is not None:
         get_model(model)
+    if weights is not None and not weights.strip():
+        raise NextscaleError("--weights is empty; leave it out for the model that comes with the package")
     return weights or model or EMBEDDED.name
 
 

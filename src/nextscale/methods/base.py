@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,6 +28,7 @@ from nextscale.methods.numbers import HostNumbers
 from nextscale.methods.residual import TokenCaches
 from nextscale.methods.selection import Selection, scatter
 from nextscale.methods.stored import stored, stored_names
+from nextscale.reading import read_json
 from nextscale.sampling import Sampling
 from nextscale.schedule import Scale, Schedule
 
@@ -319,11 +319,7 @@ _READERS: dict[Any, Callable[[Any, str], Any]] = {
 
 def read_stored(path: Path) -> dict[str, Any]:
     """A method or preset in a JSON file."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise NextscaleError(f"{path} is not a stored method: {error}") from None
-    return check_stored(content, str(path))
+    return check_stored(read_json(path, "a stored method"), str(path))
 
 
 def check_stored(content: Any, where: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from nextscale.errors import NextscaleError, choices
 from nextscale.methods.base import Activation, Context, Method, Policy, ScalePlan, Stats
 from nextscale.methods.stored import stored, stored_names
+from nextscale.reading import read_json
 from nextscale.schedule import Scale
 
 
@@ -69,10 +69,10 @@ class SkipVAR(Method):
 
 def read_decision(path: Path) -> tuple[Stage, Stage | None]:
     """The two stages: scales to leave out; if none, scales to run without guidance."""
+    content = read_json(path, "a fitted decision of skipvar")
     try:
-        content = json.loads(path.read_text())
         stages = [_stage(content["skip"]), _stage(content["uncond"]) if content.get("uncond") else None]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise NextscaleError(f"{path} is not a fitted decision of skipvar: {error}") from None
     assert stages[0] is not None
     return stages[0], stages[1]

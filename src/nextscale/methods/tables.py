@@ -3,11 +3,11 @@ the embedded model. Both stand in for NOVA's scale linkage in its ablation."""
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 
 from nextscale.errors import NextscaleError, choices
 from nextscale.methods.stored import stored, stored_names
+from nextscale.reading import read_json
 
 Table = tuple[tuple[float, float], ...]  # relative scale t / T -> share of tokens dropped, in order
 
@@ -27,9 +27,10 @@ def read_table(name: str) -> Table:
     if path.suffix != ".json":
         have = (*TABLES, *stored_names("table"))
         raise NextscaleError(f"unknown scale table {name!r}; allowed: {choices(have)}, or a .json file")
+    content = read_json(path, "a scale table")
     try:
-        entries = tuple((float(place), float(ratio)) for place, ratio in json.loads(path.read_text())["entries"])
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        entries = tuple((float(place), float(ratio)) for place, ratio in content["entries"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise NextscaleError(f"{path} is not a scale table: {error}") from None
     return _checked(entries, str(path))
 

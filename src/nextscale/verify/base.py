@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextscale import reading
 from nextscale.checkpoints.files import open_states
 from nextscale.draws import Draws
 from nextscale.errors import NextscaleError, choices
@@ -161,12 +162,9 @@ class Case:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise NextscaleError(f"{path.parent} is no recorded case: it has no {path.name}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise NextscaleError(f"{path} is not readable JSON: {error}") from None
+    if not os.path.lexists(path):
+        raise NextscaleError(f"{path.parent} is no recorded case: it has no {path.name}")
+    content = reading.read_json(path, "readable JSON")
     if not isinstance(content, dict):
         raise NextscaleError(f"{path} must hold a JSON object")
     return content
