@@ -29,7 +29,7 @@ format: $(VENV)/.ready
 
 # On a machine with a GPU whose python3 already has the dependencies (no virtual environment is made).
 test-gpu:
-	PYTHONPATH=$(CURDIR)/src $(PYTHON) -m pytest -m "gpu or not gpu"
+	PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=2 $(PYTHON) -m pytest -m "gpu or not gpu" -n auto --maxprocesses 8 --dist worksteal
 
 # Triton's kernels without a GPU. Triton lies apart: a CPU build of torch comes without it.
 test-kernels: $(VENV)/.ready

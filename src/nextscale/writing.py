@@ -49,15 +49,16 @@ def remove_unfinished(folder: Path) -> None:
 
 def as_json(value: Any, indent: int | None = 1) -> bytes:
     """JSON has no NaN and no infinity: they become null."""
-    return (json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return (json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with None for what JSON cannot say."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {k: finite(v) for k, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _require_name(path: Path) -> None:
