@@ -11,9 +11,11 @@ median and the 95th percentile of the wall time of a call, and of one more call 
 Memory is what torch holds of the device, caches emptied before: what graphs keep to themselves is in it. `cold` is the
 time from the start of this process to its first picture.
 
-With random weights entropies mean nothing, so a method's ratios are stated: `nova:t*=7,spread=0.15` drops NOVA's
-share of a scale after scale 7, a layer's being (1 + 0.15) and (1 - 0.15) times that in turn. Probe, selection and
-restoration are switched on and paid for. With `,cache=zero` behind it holes stay as they are, as in NOVA(cache="zero").
+With random weights entropies mean nothing, so decisions are given (benchmarks/decisions.py): `nova:recorded` plays those
+of the model that comes with the package, another one in every call; `nova:recorded=N` the N-th of them again and again;
+`nova:t*=7,spread=0.15` one that drops NOVA's share of a scale after scale 7, a layer's being (1 + 0.15) and (1 - 0.15)
+times that in turn. Probe, selection and restoration are switched on and paid for. With `,cache=zero` behind it holes stay
+as they are, as in NOVA(cache="zero").
 """
 
 from __future__ import annotations
@@ -28,19 +30,15 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from decisions import T_EST, Recorded, alternating, read_decisions, varied
 from memory import random_pipeline
 from nextscale.estimate import GIB
 from nextscale.methods import NOVA
-from nextscale.methods.activation import Growth
-from nextscale.methods.base import Context, Policy
-from nextscale.methods.linkage import MOST, Linkage
-from nextscale.methods.nova import NOVAPolicy
 from nextscale.models.quantize import to_fp8
 from nextscale.pipeline import Pipeline
 from nextscale.run import Run
@@ -53,34 +51,19 @@ WARM_UP = 60  # calls of a method in graphs
 BANDWIDTH, ARITHMETIC = 4.3e12, 790e12  # bytes and bf16 operations per second that an H200 was seen to reach
 
 
-@dataclass(frozen=True)
-class StatedNOVA(NOVA):
-    """NOVA whose decisions are given, and whose work is done all the same."""
-
-    star: int = 7
-    spread: float = 0.15
-
-    def start(self, context: Context) -> Policy:
-        return StatedPolicy(context, self)
-
-
-class StatedPolicy(NOVAPolicy):
-    method: StatedNOVA
-
-    def _ratio(self, growth: Growth, t: int) -> float:
-        m = self.method
-        return 0.0 if t <= m.star else min(1 / (1 + math.exp(-(t - (m.star + 1)) / m.tau)), MOST)
-
-    def _rule(self, layer: int) -> Linkage:
-        return self.linkage._replace(given=self.method.spread * (-1 if layer % 2 else 1))
-
-
-def read_ratios(text: str) -> NOVA | None:
+def read_ratios(text: str, depth: int) -> NOVA | None:
+    """`none`, `nova:recorded`, `nova:recorded=N` or `nova:t*=7,spread=0.15`, each with `,cache=zero` behind it if asked."""
     if text == "none":
         return None
-    fields = dict(part.split("=") for part in text.removeprefix("nova:").split(","))
-    star, cache = int(fields.get("t*", 7)), fields.get("cache", "residual")
-    return StatedNOVA(t_est=star - 1, star=star, spread=float(fields.get("spread", 0.15)), cache=cache)
+    fields = dict((part.split("=") + [""])[:2] for part in text.removeprefix("nova:").split(","))
+    options: dict[str, Any] = {"cache": fields.get("cache", "residual")}
+    if "recorded" not in fields:
+        star = int(fields.get("t*", 7))
+        decision = alternating(star, float(fields.get("spread", 0.15)), depth)
+        return Recorded(t_est=star - 1, source=itertools.repeat(decision), **options)
+    decisions = read_decisions()
+    source = itertools.repeat(decisions[int(fields["recorded"])]) if fields["recorded"] else varied(decisions)
+    return Recorded(t_est=T_EST - 1, source=source, **options)  # t* may be shifted to T_EST
 
 
 def floor(pipe: Pipeline, scale: Scale, rows: int, share: float) -> float:
@@ -257,7 +240,7 @@ def main() -> None:
     parser.add_argument("--models", default="infinity-2b,infinity-8b")
     parser.add_argument("--runtimes", default="eager,graphs")
     parser.add_argument("--batches", default="1,4,8")
-    parser.add_argument("--ratios", nargs="+", default=["none", "nova:t*=7,spread=0.15", "nova:t*=7,spread=0"])
+    parser.add_argument("--ratios", nargs="+", default=["none", "nova:recorded", "nova:t*=7,spread=0.15"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--size", default="1M", help="pixel budget: 1M, or 4M for 2048 x 2048")
     parser.add_argument("--quantize", choices=["fp8"])
@@ -289,7 +272,14 @@ def main() -> None:
                     pipe.executor = make_executor(runtime, pipe.device)
                     gc.collect()
                     torch.cuda.empty_cache()
-                    found = measure(pipe, images, read_ratios(ratios), options.repeats, options.size, options.profile)
+                    found = measure(
+                        pipe,
+                        images,
+                        read_ratios(ratios, pipe.backbone.depth),
+                        options.repeats,
+                        options.size,
+                        options.profile,
+                    )
                     if rows:
                         del found["cold_s"]  # the process is not young any more
                     rows.append({"model": name, "ratios": ratios, "runtime": runtime, "images": images, **found})

@@ -27,13 +27,21 @@ def fused_select(score: Tensor, count: Tensor, slots: int) -> tuple[Tensor, Tens
 
 
 def fused_link_and_select(
-    entropy: Tensor, score: Tensor, ratio: Tensor, notes: Tensor, layer: int, rule: Linkage, slots: int, copies: int
+    entropy: Tensor,
+    score: Tensor,
+    ratio: Tensor,
+    notes: Tensor,
+    layer: int,
+    rule: Linkage,
+    slots: int,
+    copies: int,
+    mean: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same with the count found first, as `Linkage.keep` does; `copies` times, one below the other."""
     images, cells = entropy.shape
     index, kept, slot = _places(score, slots, copies)
     _link_and_select[(images,)](
-        entropy.contiguous(),
+        entropy.contiguous() if mean is None else mean,
         score.float().contiguous(),
         ratio,
         notes,
@@ -46,9 +54,8 @@ def fused_link_and_select(
         layer,
         rule.first,
         *_two(rule.lowest),
-        *_two(rule.given or 0.0),
         LINKED=rule.linked,
-        GIVEN=rule.given is not None,
+        MEAN_KNOWN=mean is not None,
         EMPTY=rule.empty,
         COPIES=copies,
         LAYERS=triton.next_power_of_2(len(notes)),
@@ -130,7 +137,7 @@ def _select(score_at, count_at, index_at, kept_at, slot_at, cells, slots, BLOCK:
 
 @triton.jit(do_not_specialize=["cells", "slots", "images", "layer", "first"])
 def _link_and_select(
-    entropy_at,
+    entropy_at,  # of every cell, or its mean
     score_at,
     ratio_at,
     notes_at,
@@ -144,10 +151,8 @@ def _link_and_select(
     first,
     lowest,
     lowest_rest,
-    given,
-    given_rest,
     LINKED: tl.constexpr,
-    GIVEN: tl.constexpr,
+    MEAN_KNOWN: tl.constexpr,
     EMPTY: tl.constexpr,
     COPIES: tl.constexpr,
     LAYERS: tl.constexpr,
@@ -157,14 +162,13 @@ def _link_and_select(
     cell = tl.arange(0, BLOCK)
     real = cell < cells
     at = image.to(tl.int64) * cells + cell
-    entropy = tl.load(entropy_at + at, mask=real, other=0.0)
-    mean = tl.sum(entropy.to(tl.float64), 0) / cells
+    if MEAN_KNOWN:
+        mean = tl.load(entropy_at + image).to(tl.float64)
+    else:
+        mean = tl.sum(tl.load(entropy_at + at, mask=real, other=0.0).to(tl.float64), 0) / cells
     asked = tl.load(ratio_at + image)
     deviation = tl.zeros((), tl.float64)
-    if GIVEN:
-        deviation += given
-        deviation += given_rest
-    elif LINKED:
+    if LINKED:
         other = tl.arange(0, LAYERS)
         seen = (other >= first) & (other < layer)
         before = tl.sum(tl.load(notes_at + other * 4 * images + image, mask=seen, other=0.0), 0)

@@ -22,28 +22,34 @@ class Linkage(NamedTuple):
     first: int = 0  # layers before it are not counted
     lowest: float = 0.0  # of a ratio
     empty: bool = False  # a layer may keep no token
-    given: float | None = None  # a deviation to be used instead of the one that was found
 
     def keep(
-        self, entropy: Tensor, score: Tensor, ratio: Tensor, notes: Tensor, layer: int, slots: int | None, copies: int
+        self,
+        entropy: Tensor,
+        score: Tensor,
+        ratio: Tensor,
+        notes: Tensor,
+        layer: int,
+        slots: int | None,
+        copies: int,
+        mean: Tensor | None = None,
     ) -> Selection:
         """The cells of highest score [B, N] that a layer of this entropy [B, N] keeps, `copies` times.
 
-        `ratio` [B] is the scale's; `notes` [layers, 4, B] hold what was found in the layers before.
+        `ratio` [B] is the scale's; `notes` [layers, 4, B] hold what was found in the layers before. `mean` [B] is the
+        layer's entropy where it is not that of its tokens.
         """
         if slots is not None and selects(score):
-            found = fused_link_and_select(entropy, score, ratio, notes, layer, self, slots, copies)
+            found = fused_link_and_select(entropy, score, ratio, notes, layer, self, slots, copies, mean)
             return Selection(*found)
-        self.note(entropy.double().mean(1), ratio, notes, layer, entropy.shape[1])
+        self.note(entropy.double().mean(1) if mean is None else mean, ratio, notes, layer, entropy.shape[1])
         kept = notes[layer, KEPT].long()
         return keep_highest(score, kept, slots).repeated(copies)
 
     def note(self, mean: Tensor, ratio: Tensor, notes: Tensor, layer: int, tokens: int) -> None:
         """Eq. 12 and 13: a layer that is less certain than those before it keeps more. All numbers are [B]."""
         deviation = torch.zeros_like(mean)
-        if self.given is not None:
-            deviation = torch.full_like(mean, self.given)
-        elif self.linked and layer > self.first:
+        if self.linked and layer > self.first:
             usual = notes[self.first : layer, MEAN].mean(0)
             # What is not finite is complained about when the scale is over: until then, a number that counts as one.
             deviation = torch.where(usual == 0, 0, (mean - usual) / usual).nan_to_num(0, 0, 0)

@@ -16,7 +16,7 @@ from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.linkage import DEVIATION, KEPT, MEAN, MOST, RATIO, Linkage
 from nextscale.methods.residual import store_chosen
 from nextscale.methods.room import Deviations
-from nextscale.methods.selection import Selection, keep_highest
+from nextscale.methods.selection import Selection
 from nextscale.methods.tables import read_table, relative_ratio
 from nextscale.run import Rows
 from nextscale.schedule import Scale
@@ -208,20 +208,13 @@ class NOVAPolicy(CachedPolicy):
             return self.chosen
         entropy, known_mean = self._layer_entropy(layer, x, stats)
         score, ratio = self._score(layer, entropy, stats), self.of_rows(rows, self.scale_ratio)
-        rule, slots = self._rule(layer), stats.slots[layer] if stats.slots else None
+        slots = stats.slots[layer] if stats.slots else None
         copies = 2 if rows.unconditional == rows.which else 1
-        if known_mean is None:
-            chosen = rule.keep(entropy, score, ratio, self.notes, layer, slots, copies)
-        else:
-            rule.note(known_mean, ratio, self.notes, layer, stats.scale.tokens)
-            chosen = keep_highest(score, self.notes[layer, KEPT].long(), slots).repeated(copies)
+        chosen = self.linkage.keep(entropy, score, ratio, self.notes, layer, slots, copies, known_mean)
         if copies == 1 and rows.unconditional:
             chosen = Selection(rows.spread(chosen.index), rows.spread(chosen.count))
         self.chosen = chosen
         return chosen
-
-    def _rule(self, layer: int) -> Linkage:
-        return self.linkage
 
     def _lens(self, layer: int, x: Tensor, stats: Stats) -> Tensor:
         """Entropy [B, N] of the prediction that the model's own head would make here."""

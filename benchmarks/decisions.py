@@ -1,0 +1,156 @@
+"""Decisions of NOVA that differ from call to call, for models whose own would mean nothing (random weights).
+
+    python benchmarks/decisions.py --out benchmarks/decisions.json [--device cuda]     # records them anew
+
+Recorded from the model that comes with the package: 96 prompts, half of them with full backgrounds, NOVA(t_est=6). Of each
+the inflection t*, the mean entropy of every scale, and at every reduced scale that of every layer. `Recorded` plays them
+on a model of any depth: layers are stretched, every mean is multiplied by a random factor of 0.9 to 1.1, t* is shifted
+by -1, 0, 1, 2 in turn, and one prompt in twelve is never reduced. So no decision comes twice; probe, ranking, selection
+and restoration work as ever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nextscale.evaluate.scenes import TASKS, read_asks
+from nextscale.methods import NOVA
+from nextscale.methods.activation import Growth
+from nextscale.methods.base import Context, Policy, ScalePlan, Stats
+from nextscale.methods.nova import NOVAPolicy
+from nextscale.pipeline import Pipeline
+from nextscale.progress import bar
+from nextscale.schedule import Scale
+
+FILE = Path(__file__).with_name("decisions.json")
+PROMPTS, T_EST = 96, 6
+BACKGROUNDS = (" in a meadow", " on a beach", " in the snow", " at night", " in the sea", " at sunset")
+BACKGROUNDS += (" on a checkered background", " on a striped background")
+SHIFTS = (-1, 0, 1, 2)
+NEVER = 12  # one prompt of so many
+
+
+@dataclass(frozen=True)
+class Decision:
+    star: int | None  # the scale of inflection; None: nothing is reduced
+    entropy: tuple[float, ...]  # of every scale
+    layers: dict[int, tuple[float, ...]]  # per scale, of every layer
+
+    def growth(self, t: int) -> float:
+        """The newest that is known before scale t."""
+        return self.entropy[t - 2] - self.entropy[t - 3]
+
+    def means(self, t: int, depth: int) -> list[float]:
+        """Of the layers of a model with so many; scales that were not reduced look like the first one that was."""
+        known = self.layers[min(self.layers, key=lambda s: abs(s - t))]
+        places = [i * (len(known) - 1) / max(depth - 1, 1) for i in range(depth)]
+        return [known[int(p)] + (p - int(p)) * (known[min(int(p) + 1, len(known) - 1)] - known[int(p)]) for p in places]
+
+
+def read_decisions(path: Path = FILE) -> list[Decision]:
+    content = json.loads(path.read_text())
+    return [
+        Decision(d["star"], tuple(d["entropy"]), {int(t): tuple(m) for t, m in d["layers"].items()})
+        for d in content["decisions"]
+    ]
+
+
+def alternating(star: int, spread: float, depth: int) -> Decision:
+    """Layers keep more and less in turn: each mean lies by `spread` above or below that of all before it."""
+    means = [1.0]
+    for layer in range(1, depth):
+        means.append(sum(means) / layer * (1 - spread if layer % 2 else 1 + spread))
+    return Decision(star, (0.0,) * 20, {0: tuple(means)})
+
+
+def varied(decisions: list[Decision], seed: int = 0) -> Iterator[Decision]:
+    """Without end, and never the same twice."""
+    rng, n = random.Random(seed), 0
+    while True:
+        for d in decisions:
+            star = None if d.star is None or n % NEVER == NEVER - 1 else d.star + SHIFTS[n % len(SHIFTS)]
+            layers = {t: tuple(m * rng.uniform(0.9, 1.1) for m in means) for t, means in d.layers.items()}
+            yield Decision(star, d.entropy, layers)
+            n += 1
+
+
+@dataclass(frozen=True)
+class Recorded(NOVA):
+    """NOVA whose decisions are taken from `source`, another one for every image of every call."""
+
+    source: Any = field(default=None, compare=False)  # an iterator of decisions
+
+    def start(self, context: Context) -> Policy:
+        return RecordedPolicy(context, self, [next(self.source) for _ in range(context.images)])
+
+
+class RecordedPolicy(NOVAPolicy):
+    def __init__(self, context: Context, method: NOVA, decisions: list[Decision]) -> None:
+        super().__init__(context, method)
+        self.decisions = decisions
+        for growth, decision in zip(self.growth, decisions, strict=True):
+            growth.star = decision.star
+
+    def begin_scale(self, scale: Scale) -> ScalePlan:
+        plan = super().begin_scale(scale)
+        t, depth = scale.index + 1, self.context.depth
+        if any(self.ratio[t]):
+            means = [d.means(t, depth) for d in self.decisions]
+            self.layer_means = self.told("means", [m[layer] for layer in range(depth) for m in means])
+        return plan
+
+    def _ratio(self, growth: Growth, t: int) -> float:
+        decision = self.decisions[next(i for i, g in enumerate(self.growth) if g is growth)]
+        played = Growth(growth.t_est, growth.alpha, dict(enumerate(decision.entropy, 1)), decision.star)
+        return super()._ratio(played, t)
+
+    def _layer_entropy(self, layer: int, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
+        entropy, _ = super()._layer_entropy(layer, x, stats)
+        images = self.context.images
+        return entropy, self.of_rows(stats.rows, self.layer_means[layer * images : (layer + 1) * images])
+
+
+def prompts() -> list[str]:
+    """Half as they are asked in the scenes benchmark, on white; half on something."""
+    asks = [a.prompt for task in TASKS for a in [a for a in read_asks() if a.task == task][: PROMPTS // len(TASKS)]]
+    return [prompt + BACKGROUNDS[n // 2 % len(BACKGROUNDS)] * (n % 2) for n, prompt in enumerate(asks)]
+
+
+def record(device: str) -> dict[str, Any]:
+    pipe = Pipeline.from_pretrained(device=device, progress_bar=False)
+    found = []
+    with bar("record", PROMPTS, None) as advance:
+        for seed, prompt in enumerate(prompts()):
+            image = pipe(prompt, seed=seed, method=NOVA(t_est=T_EST), output_type="latent").trace.to_dict()["images"][0]
+            layers = {e["scale"]: [layer["entropy"] for layer in e["layers"]] for e in image["scales"]}
+            found.append(
+                {
+                    "prompt": prompt,
+                    "star": image["activation"]["star"],
+                    "entropy": [round(e["entropy"], 4) for e in image["scales"]],
+                    "layers": {t: [round(m, 4) for m in ms] for t, ms in layers.items() if None not in ms},
+                }
+            )
+            advance(1)
+    return {"model": pipe.spec.name, "method": NOVA(t_est=T_EST).to_dict(), "decisions": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    options.out.write_text(json.dumps(record(options.device), separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()
