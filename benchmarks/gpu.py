@@ -11,11 +11,11 @@ median and the 95th percentile of the wall time of a call, and of one more call 
 Memory is what torch holds of the device, caches emptied before: what graphs keep to themselves is in it. `cold` is the
 time from the start of this process to its first picture.
 
-With random weights entropies mean nothing, so decisions are given (benchmarks/decisions.py): `nova:recorded` plays those
-of the model that comes with the package, another one in every call; `nova:recorded=N` the N-th of them again and again;
-`nova:t*=7,spread=0.15` one that drops NOVA's share of a scale after scale 7, a layer's being (1 + 0.15) and (1 - 0.15)
-times that in turn. Probe, selection and restoration are switched on and paid for. With `,cache=zero` behind it holes stay
-as they are, as in NOVA(cache="zero").
+With random weights entropies mean nothing, so decisions are given (benchmarks/decisions.py): `nova:recorded` plays
+those of the model that comes with the package, another one in every call; `nova:recorded=N` the N-th of them again and
+again; `nova:t*=7,spread=0.15` one that drops NOVA's share of a scale after scale 7, a layer's being (1 + 0.15) and
+(1 - 0.15) times that in turn. Probe, selection and restoration are switched on and paid for. With `,cache=zero` behind
+it holes stay as they are, as in NOVA(cache="zero").
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ BANDWIDTH, ARITHMETIC = 4.3e12, 790e12  # bytes and bf16 operations per second t
 
 
 def read_ratios(text: str, depth: int) -> NOVA | None:
-    """`none`, `nova:recorded`, `nova:recorded=N` or `nova:t*=7,spread=0.15`, each with `,cache=zero` behind it if asked."""
+    """`none`, `nova:recorded`, `nova:recorded=N` or `nova:t*=7,spread=0.15`; behind it perhaps `,cache=zero`."""
     if text == "none":
         return None
-    fields = dict((part.split("=") + [""])[:2] for part in text.removeprefix("nova:").split(","))
+    fields = dict([*part.split("="), ""][:2] for part in text.removeprefix("nova:").split(","))
     options: dict[str, Any] = {"cache": fields.get("cache", "residual")}
     if "recorded" not in fields:
         star = int(fields.get("t*", 7))
