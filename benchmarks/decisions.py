@@ -5,8 +5,8 @@
 Recorded from the model that comes with the package: 96 prompts, half of them with full backgrounds, NOVA(t_est=6).
 Of each the inflection t*, the mean entropy of every scale, and at every reduced scale that of every layer. `Recorded`
 plays them on a model of any depth: layers are stretched, every mean is multiplied by a random factor of 0.9 to 1.1, t*
-is shifted by -1, 0, 1, 2 in turn, and one prompt in twelve is never reduced. So no decision comes twice; probe, ranking,
-selection and restoration work as ever.
+is shifted by -1, 0, 1, 2 in turn, and one prompt in twelve is never reduced. So no decision comes twice; probe,
+ranking, selection and restoration work as ever.
 """
 
 from __future__ import annotations

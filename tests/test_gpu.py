@@ -228,6 +228,18 @@ def test_methods_in_graphs(name: str, method: str, monkeypatch) -> None:
     assert not graphs.reason
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU has these kernels")
+@pytest.mark.parametrize("method", {**METHODS, **CAPTURED})
+def test_every_method_is_captured_in_half_precision(method: str) -> None:
+    """With the kernels that real models have: their heads are as wide."""
+    pipe = captured(tiny_infinity(width=128).to("cuda", dtype="bfloat16"))
+    for first in (0, 2, 0):
+        out = ask(pipe, 2, first=first, method={**METHODS, **CAPTURED}[method], output_type="latent")
+        assert torch.isfinite(out.images).all()
+        assert not pipe.executor.reason
+    assert pipe.executor.captured
+
+
 @pytest.mark.parametrize("runtime", ["eager", "graphs"])
 def test_an_offloaded_text_encoder_leaves_the_gpu(runtime: str) -> None:
     options = {"device": "cuda", "dtype": "bfloat16", "progress_bar": False, "runtime": runtime}

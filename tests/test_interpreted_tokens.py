@@ -57,27 +57,24 @@ def test_select(cells: int, slots: int) -> None:
     selected(*fused_select(score, whole(*counts), slots), score, counts, slots)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [Linkage(True), Linkage(True, 1, 0.3), Linkage(False, empty=True), Linkage(True, given=0.15, empty=True)],
-)
-def test_link_and_select(rule: Linkage) -> None:
+@pytest.mark.parametrize("rule", [Linkage(True), Linkage(True, 1, 0.3), Linkage(False, empty=True)])
+@pytest.mark.parametrize("known", [False, True])
+def test_link_and_select(rule: Linkage, known: bool) -> None:
     """The ratio of a layer from its entropy and those of the layers before, then the cells; for two copies of rows."""
     images, cells, slots, ratio = 3, 33, 30, [0.6, 0.0, 0.999]
     notes = fenced(torch.full((5, 4, images), math.nan, dtype=torch.float64))
     means: list[Array] = []
     for layer in range(5):
         entropy, score = fenced(torch.rand(images, cells) * (1 + layer % 3)), some(images, cells)
-        found = fused_link_and_select(
-            entropy, score, fenced(torch.tensor(ratio, dtype=torch.float64)), notes, layer, rule, slots, 2
-        )
-        means.append(plain(entropy).mean(1))
+        mean = fenced(torch.rand(images, dtype=torch.float64)) if known else None  # of some other scale
+        asked = fenced(torch.tensor(ratio, dtype=torch.float64))
+        found = fused_link_and_select(entropy, score, asked, notes, layer, rule, slots, 2, mean)
+        means.append(plain(entropy).mean(1) if mean is None else plain(mean))
         counts = []
-        for image, asked in enumerate(ratio):
+        for image, wanted in enumerate(ratio):
             usual = np.mean([m[image] for m in means[rule.first : layer]]) if layer > rule.first else None
             deviation = means[-1][image] / usual - 1 if rule.linked and usual is not None else 0.0
-            deviation = deviation if rule.given is None else rule.given
-            share = min(max(asked * (1 - deviation), rule.lowest), math.nextafter(1.0, 0.0)) if asked else 0.0
+            share = min(max(wanted * (1 - deviation), rule.lowest), math.nextafter(1.0, 0.0)) if wanted else 0.0
             counts.append(max(cells - math.floor(share * cells), 0 if rule.empty else 1))
             noted = [means[-1][image], share, deviation, counts[-1]]
             np.testing.assert_allclose(notes[layer, :, image], noted, atol=1e-12)

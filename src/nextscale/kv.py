@@ -63,7 +63,7 @@ class LayerCache:
     def lengths(self) -> Tensor:
         """Entries of each row, [R]."""
         count_lengths([self])
-        return torch.full((len(self.k),), self.used) if self.length is None else self.length
+        return torch.full((len(self.k),), self.used, device=self.k.device) if self.length is None else self.length
 
     @property
     def nbytes(self) -> int:
@@ -196,8 +196,7 @@ class WatchedCache:
         cache, scale = self.cache, attn.softmax_scale
         q = cache.store(attn, qkv, positions, chosen)
         if cache.active is None and runs_on(q):
-            length = cache.lengths.to(q.device)
-            seen, entropy = attend(q, cache.k, cache.v, scale, length, entropy=True, reads=reads(attn.proj))
+            seen, entropy = attend(q, cache.k, cache.v, scale, cache.lengths, entropy=True, reads=reads(attn.proj))
             assert entropy is not None
             self.entropy = entropy[: self.rows]
             return seen

@@ -132,6 +132,12 @@ class Policy:
         self.experience: dict[str, Any] = {}  # of earlier calls with the same settings, if somebody keeps it
 
     @property
+    def passive(self) -> bool:
+        """Whether it decides on the host alone, so that its scales are those of the plain run."""
+        kind, inside = type(self), ("select", "fill", "complete", "end_scale", "report")
+        return all(getattr(kind, name) is getattr(Policy, name) for name in inside)
+
+    @property
     def looks_away(self) -> bool:
         """Whether it leaves every layer alone, so that nothing has to be shown to it inside a scale."""
         kind = type(self)

@@ -40,7 +40,7 @@ class Compose(Method):
 
     def start(self, context: Context) -> Policy:
         policies = [part.begin(context) for part in self.parts]
-        selecting = [p for p in policies if type(p).select is not Policy.select]
+        selecting = [p for p in policies if not p.looks_away]
         if len(selecting) > 1:
             names = " and ".join(m.name for m, p in zip(self.parts, policies, strict=True) if p in selecting)
             raise NextscaleError(f"{names} both select tokens, and a composition has room for one such method")
@@ -82,6 +82,10 @@ class ComposedPolicy(Policy):
     @experience.setter
     def experience(self, experience: dict[str, Any]) -> None:
         self.selecting.experience = experience
+
+    @property
+    def passive(self) -> bool:
+        return all(p.passive for p in self.policies)
 
     @property
     def looks_away(self) -> bool:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.methods.base import Context, Group, Method, Policy, Stats
+from nextscale.methods.base import Context, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.compose import ComposedPolicy
 from nextscale.methods.nova import NOVA
 from nextscale.methods.selection import Selection, keep_highest
+from nextscale.schedule import Scale
 
 
 @dataclass(frozen=True)
@@ -28,22 +30,34 @@ class RandomSelection(Method):
         self.require("seed", 0, 2**31)
 
     def start(self, context: Context) -> Policy:
-        policy = self.like.begin(context)
-        inner = policy.select
-
-        def select(layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
-            chosen = inner(layer, group, x, stats)
-            if chosen is None:
-                return None
-            # The same order for every image and row: a batch draws what single runs draw.
-            key = f"{self.seed}/{stats.scale.index}/{layer}/{group}".encode()
-            generator = torch.Generator().manual_seed(int.from_bytes(key, "little") % (2**31 - 1))
-            noise = torch.rand(stats.scale.tokens, generator=generator, dtype=torch.float32).to(x.device)
-            return keep_highest(noise.expand(len(x), -1), chosen.count, chosen.index.shape[1])
-
-        policy.select = select  # type: ignore[method-assign]
-        policy.capturable = False
-        return policy
+        return RandomPolicy(context, self.like.begin(context), self)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "fields": {"like": self.like.to_dict(), "seed": self.seed}}
+
+
+class RandomPolicy(ComposedPolicy):
+    def __init__(self, context: Context, like: Policy, method: RandomSelection) -> None:
+        super().__init__(context, [like], like)
+        self.method = method
+
+    def begin_scale(self, scale: Scale) -> ScalePlan:
+        plan = super().begin_scale(scale)
+        if plan.looks:  # told here, for a captured scale cannot draw them
+            noise = [self._noise(scale, layer, group) for layer in range(self.context.depth) for group in plan.groups]
+            self.told(f"noise {scale.index}", torch.stack(noise))
+        self.groups = plan.groups
+        return plan
+
+    def _noise(self, scale: Scale, layer: int, group: Group) -> Tensor:
+        """The same order for every image and row: a batch draws what single runs draw."""
+        key = f"{self.method.seed}/{scale.index}/{layer}/{group}".encode()
+        generator = torch.Generator().manual_seed(int.from_bytes(key, "little") % (2**31 - 1))
+        return torch.rand(scale.tokens, generator=generator, dtype=torch.float32)
+
+    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
+        chosen = super().select(layer, group, x, stats)
+        if chosen is None:
+            return None
+        noise = self.numbers[f"noise {stats.scale.index}"][layer * len(self.groups) + self.groups.index(group)]
+        return keep_highest(noise.expand(len(x), -1), chosen.count, chosen.index.shape[1])

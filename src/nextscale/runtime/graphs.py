@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from nextscale.draws import PerImageDraws
 from nextscale.kv import LayerCache
-from nextscale.methods.base import Policy, Stats
+from nextscale.methods.base import Stats
 from nextscale.models.base import Backbone
 from nextscale.offload import set_aside
 from nextscale.packing import pack
@@ -72,7 +72,7 @@ class Graphs(Eager):
             logger.info("no CUDA graphs: %s", self.reason)
             return super().open(work, inputs, images, guided)
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in inputs)
-        method = None if passive(work.policy) else work.policy.method
+        method = None if work.policy.passive else work.policy.method
         key = (work.backbone, work.schedule, work.sampling, shapes, images, guided, method)
         if self.program is None or self.key != key:
             self.program = None  # frees the old one first
@@ -80,7 +80,7 @@ class Graphs(Eager):
             pack(large_parts(work.backbone))
             run = super().open(work, inputs, images, guided)
             tokens = work.backbone.context + work.schedule.tokens
-            if passive(work.policy):
+            if work.policy.passive:
                 self.key, self.program = key, Program(work, inputs, run)
                 self.program.settle([tokens] * work.backbone.depth)
             else:
@@ -102,7 +102,7 @@ class Graphs(Eager):
         program, scale, plan = self.program, task.scale, task.plan
         some = program is not None and program.misses(task.rows, kv)
         # What a method remembers of pictures that rest lies anywhere: from then on nothing can be captured.
-        self.apart |= some and not passive(work.policy)
+        self.apart |= some and not work.policy.passive
         if self.reason or program is None or some or self.apart:
             self.slots, self.newest = (), None
             if program is not None and not self.reason:  # some pictures rest: their rows of the cache are kept
@@ -318,20 +318,14 @@ def use(kv: Sequence[LayerCache], used: Sequence[Used]) -> None:
         cache.used, cache.length = slots, cache.length_place if ragged else None
 
 
-def passive(policy: Policy) -> bool:
-    """Whether a policy decides on the host alone, so that its scales are those of the plain run."""
-    kind = type(policy)
-    return all(getattr(kind, n) is getattr(Policy, n) for n in ("select", "fill", "complete", "end_scale", "report"))
-
-
 def why_not(work: Work) -> str:
     """What in this call cannot be captured."""
     if not isinstance(work.draws, PerImageDraws):
         return "random numbers come from the caller's generator"
     if work.forced:
         return "tokens are forced"
-    if not passive(work.policy) and not work.policy.capturable:
+    if not work.policy.passive and not work.policy.capturable:
         return "the method waits for the device inside a scale"
-    if not passive(work.policy) and work.policy.method is None:
+    if not work.policy.passive and work.policy.method is None:
         return "the policy does not say its method"
     return ""
