@@ -148,7 +148,7 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = reruns(pipe)
+    before, captured = reruns(pipe), getattr(pipe.executor, "captured", 0)
     seconds = []
     for seed in range(repeats):
         torch.cuda.synchronize()
@@ -160,6 +160,7 @@ def measure(
     graphs = pipe.executor.name == "graphs"
     peak = torch.cuda.max_memory_reserved() if graphs else torch.cuda.max_memory_allocated()
     ran = [now - then for now, then in zip(reruns(pipe), before, strict=True)]
+    captured = getattr(pipe.executor, "captured", 0) - captured
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(schedule) + 2)]
     marks = iter(events[2:])
     pipe(**call, seed=0, callback_on_scale_end=lambda end: None)  # what a callback sees is captured by itself
@@ -178,8 +179,10 @@ def measure(
     weights = sum(p.nbytes for p in (*pipe.backbone.blocks.parameters(), *pipe.backbone.blocks.buffers()))
     return {
         "ms": 1e3 * whole,
+        "mean_ms": 1e3 * statistics.mean(seconds),
         "p95_ms": 1e3 * sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1],
         "decode_ms": decode,
+        "captures": captured,  # of scales, during the calls that were timed
         "reduced_scales": ran[0],
         "run_again": ran[1],  # a layer wanted more room than the graph had
         "kernels_ms": kernels,
@@ -296,6 +299,7 @@ def main() -> None:
                     print(f"  kernels: {found['kernels_ms']:.1f} ms, between them {found['idle_ms']:.1f} ms")
                     if found["reduced_scales"]:
                         print(f"  {found['run_again']} of {found['reduced_scales']} reduced scales were run again")
+                    print(f"  mean {found['mean_ms']:.1f} ms, {found['captures']} scales captured while it was timed")
                     print(
                         f"  text {found['text_ms']:.2f} ms; scales, ms: "
                         + " ".join(f"{t:.2f}" for t in found["scales_ms"]),

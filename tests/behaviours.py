@@ -84,7 +84,7 @@ def settings(pipe) -> list[dict[str, Any]]:
         {"top_k": 1},
         {"top_p": 0.5},
         {"greedy": True},
-        {"guidance_layers": (0, -1, -2, -3)},
+        {"guidance_layers": (-1,)},
     ]
     return known if pipe.backbone.family == "infinity" else [*known, {"top_k": 3}, {"smooth": True}]
 
