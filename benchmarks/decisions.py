@@ -92,6 +92,9 @@ class Recorded(NOVA):
     def start(self, context: Context) -> Policy:
         return RecordedPolicy(context, self, [next(self.source) for _ in range(context.images)])
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "fields": {}}
+
 
 class RecordedPolicy(NOVAPolicy):
     def __init__(self, context: Context, method: NOVA, decisions: list[Decision]) -> None:
