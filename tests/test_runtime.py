@@ -20,7 +20,7 @@ from conftest import ask, same_tokens
 from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SkipVAR, SparseVAR, ToProVAR, Truncate
 from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Method, Policy
+from nextscale.methods.base import Context, Method, Policy
 from nextscale.methods.numbers import FetchedNumbers
 from nextscale.methods.residual import Places, TokenCaches
 from nextscale.methods.room import LEAST, Deviations
@@ -258,11 +258,20 @@ def test_scales_fetch_the_numbers_that_were_told_for_them() -> None:
     assert place.tolist() == [0.125, 0.0]
 
 
+class Waiting(NOVA):
+    """A method of somebody's own, which does not say that its scales can be captured."""
+
+    def start(self, context: Context) -> Policy:
+        policy = super().start(context)
+        policy.capturable = False
+        return policy
+
+
 def test_what_cannot_be_captured_runs_all_the_same(any_pipe, fresh) -> None:
     other = copy.copy(any_pipe)
     other.executor = graphs = Pretended()
     for options in (
-        {"method": RandomSelection(like=NOVA(t_est=2, alpha=10))},
+        {"method": Waiting(t_est=2, alpha=10)},
         {"generator": torch.Generator().manual_seed(3), "seed": None},
         {"force_tokens": ask(any_pipe, 2).tokens[:2]},
     ):
