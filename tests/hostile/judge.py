@@ -9,6 +9,7 @@ import json
 import logging
 import multiprocessing
 import os
+import platform
 import random
 import re
 import resource
@@ -82,12 +83,9 @@ class Watch:
             self.on = False
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    found = {}
-    for path in folder.rglob("*"):
-        if path.is_file():
-            found[str(path.relative_to(folder))] = path.read_bytes()
-    return found
+def files_here() -> dict[str, bytes]:
+    """Below the working folder: the whole of their paths may be too long for the system."""
+    return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
 def command(argv: list[str]) -> tuple[int, str, str]:
@@ -175,12 +173,12 @@ def judge(case: Case, seed: int, root: Path, watch: Watch) -> tuple[list[str], l
         work.mkdir()
         box = Sandbox(random.Random(f"{seed}/{attacked}/{name}/{n}"), work, root / "models", Path(folder) / "executed")
         argv = KINDS[attacked][name](box)
-        before = files_of(work)
         os.chdir(work)
+        before = files_here()
         with watch.watching() as seen:
             code, out, err = command(argv)
+        found = faults(code, out, err, before, files_here()) + seen
         os.chdir(root)
-        found = faults(code, out, err, before, files_of(work)) + seen
         if box.marker.exists():
             found.append("code of a file was executed")
     return found, argv, code, err.strip() or out.strip()
@@ -196,6 +194,8 @@ def worker(cases: list[Case], seed: int, root: Path, connection: Connection) -> 
 
     torch.set_num_threads(1)
     from matplotlib import font_manager  # noqa: F401  (lists the fonts once)
+
+    platform.platform()  # asks the system once
 
     watch = Watch((root, Path("/proc")))  # nothing can be written to the latter
     for case in cases:
