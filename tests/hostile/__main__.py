@@ -21,7 +21,7 @@ from hostile.kinds import KINDS
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=9, help="of every kind")
+    parser.add_argument("--cases", type=int, default=14, help="of every kind")
     parser.add_argument("--only", help="one kind")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--verbose", action="store_true", help="print every command and what it said")
