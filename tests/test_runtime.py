@@ -30,7 +30,7 @@ from nextscale.run import Rows
 from nextscale.runtime import make_executor
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.decoder import GPUDecoder, doubled
-from nextscale.runtime.graphs import Graphs
+from nextscale.runtime.graphs import MAX_PROGRAMS, Graphs
 from nextscale.runtime.recorded import SHORT, Report, Told
 from nextscale.runtime.shelf import COST, Shelf, round_up
 from nextscale.schedule import Schedule
@@ -281,6 +281,50 @@ def test_what_cannot_be_captured_runs_all_the_same(any_pipe, fresh) -> None:
             expected = ask(any_pipe, 2, **options)
         assert same_tokens(expected, ask(other, 2, **options))
     assert graphs.recorded == 0
+
+
+SHAPES: tuple[dict, ...] = ({}, {"temperature": 0.5}, {"guidance_scale": 2.0}, {"top_k": 5})
+
+
+def test_graphs_of_several_shapes_live_side_by_side(var) -> None:
+    other = copy.copy(var)
+    other.executor = graphs = Pretended()
+    for round_ in range(2):
+        for options in SHAPES:
+            expected, found = (ask(pipe, 1, first=round_, output_type="latent", **options) for pipe in (var, other))
+            assert same_tokens(expected, found)
+        if not round_:
+            recorded = graphs.recorded
+    assert graphs.recorded == recorded
+    assert len(graphs.programs) == len(SHAPES) == MAX_PROGRAMS
+    ask(other, 2, output_type="latent")  # one more: the first, which was not used for longest, leaves
+    ask(other, 1, output_type="latent", **SHAPES[2])
+    assert graphs.recorded == recorded + len(found.tokens)
+    ask(other, 1, output_type="latent", **SHAPES[0])
+    assert graphs.recorded == recorded + 2 * len(found.tokens)
+
+
+def test_graphs_of_other_shapes_leave_when_memory_is_scarce(var, monkeypatch) -> None:
+    other = copy.copy(var)
+    other.executor = graphs = Pretended()
+    for options in SHAPES[:3]:
+        ask(other, 1, output_type="latent", **options)
+    expected, tries, prepare = ask(var, 2), [], graphs.record_state
+
+    def record_state(work, program):
+        tries.append(len(graphs.programs))
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+        return prepare(work, program)
+
+    monkeypatch.setattr(graphs, "record_state", record_state)
+    assert same_tokens(expected, ask(other, 2))
+    assert tries == [3, 0]
+    assert len(graphs.programs) == 1
+    assert not graphs.reason
+    monkeypatch.setattr("nextscale.runtime.graphs.is_scarce", lambda device: True)
+    ask(other, 1, output_type="latent")
+    assert len(graphs.programs) == 1
 
 
 CAPTURED = {

@@ -37,10 +37,14 @@ def make_executor(runtime: str, device: torch.device) -> Eager:
 
 
 def with_enough_memory(make: Callable[[Eager], T], executor: Eager, again: bool, images: int, schedule: Schedule) -> T:
-    """What `make` makes. If memory runs out, the eager runtime, which keeps nothing between calls, has a try."""
+    """What `make` makes. If memory runs out, it is tried again without what is kept for other calls; then the eager
+    runtime, which keeps nothing at all, has a try."""
     try:
         return make(executor)
     except torch.OutOfMemoryError as error:
+        if again and executor.forget_others():
+            torch.cuda.empty_cache()
+            return with_enough_memory(make, executor, again, images, schedule)
         executor.forget()
         if not again or type(executor) is Eager:
             raise out_of_memory(error, images, schedule) from None

@@ -98,6 +98,10 @@ class Eager:
     def forget(self) -> None:
         """Let go of what is kept between calls."""
 
+    def forget_others(self) -> bool:
+        """Let go of what is kept for calls of other shapes; whether there was anything."""
+        return False
+
     def layer_done(self, layer: int) -> None:
         """A layer of a scale has been run."""
 

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # Layers behind which a graph is cut: the first pieces are short, and hide how long the rest takes to launch.
 CUTS = (1, 5)
+MAX_PROGRAMS = 4  # shapes of calls whose graphs are kept
+MIN_FREE = 0.25  # of the device's memory: with less, only the newest are
 
 
 class Graphs(Eager):
@@ -49,8 +51,8 @@ class Graphs(Eager):
 
     def __init__(self) -> None:
         self.fast_decode = FastDecode()
-        self.key: Hashable = None
-        self.program: Program | None = None  # of the newest shape of call; its cache is large, so there is but one
+        self.program: Program | None = None  # of the call at work
+        self.programs: dict[Hashable, Program] = {}  # by what is configured; the one that was used last comes last
         self.reason = ""  # why this call is not captured
         self.apart = False  # pictures of this call have run different scales
         self.ran: list[tuple[Scale, Captured]] = []  # captured scales of this call
@@ -74,20 +76,35 @@ class Graphs(Eager):
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in inputs)
         method = None if work.policy.passive else work.policy.method
         key = (work.backbone, work.schedule, work.sampling, shapes, images, guided, method)
-        if self.program is None or self.key != key:
-            self.program = None  # frees the old one first
+        self.program = self.programs.pop(key, None)
+        if self.program is None:
+            self.make_place(work.backbone.device)
             set_aside(work.tokenizer.encoder)  # `encode` fetches it
             pack(large_parts(work.backbone))
             run = super().open(work, inputs, images, guided)
             tokens = work.backbone.context + work.schedule.tokens
             if work.policy.passive:
-                self.key, self.program = key, Program(work, inputs, run)
+                self.program = Program(work, inputs, run)
                 self.program.settle([tokens] * work.backbone.depth)
             else:
                 run.reserve(math.ceil(SHARE * tokens))
-                self.key, self.program = key, Program(work, inputs, run)
+                self.program = Program(work, inputs, run)
             self.program.beginning = self.record_state(work, self.program)
+        self.programs[key] = self.program
         return self.program.load(work, inputs, images, guided)
+
+    def make_place(self, device: torch.device) -> None:
+        """For another program: those that were not used for longest are let go if they are many or memory is scarce."""
+        while self.programs and (len(self.programs) >= MAX_PROGRAMS or is_scarce(device)):
+            del self.programs[next(iter(self.programs))]
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def forget_others(self) -> bool:
+        others = [key for key, program in self.programs.items() if program is not self.program]
+        for key in others:
+            del self.programs[key]
+        return bool(others)
 
     def record_state(self, work: Work, program: Program) -> tuple[Any, Any]:
         """A graph that makes the state from its inputs. It has been made before, so nothing is left to compile."""
@@ -230,7 +247,8 @@ class Graphs(Eager):
         return pieces, made
 
     def forget(self) -> None:
-        self.program = self.key = None
+        self.program = None
+        self.programs.clear()
         self.ran.clear()
         self.reports.clear()  # an unread one knows its graph
 
@@ -297,6 +315,13 @@ class Graphs(Eager):
 def room_for_all(work: Work, scale: Scale) -> Slots:
     """In every layer."""
     return (scale.tokens + (0 if scale.index else work.backbone.context),) * work.backbone.depth
+
+
+def is_scarce(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return free < MIN_FREE * total
 
 
 def large_parts(backbone: Backbone) -> list[nn.Module]:
