@@ -23,7 +23,7 @@ from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 from nextscale.verify import verify
 from test_loop import test_ragged_selections_in_a_batch_equal_single_runs as check_ragged
 from test_methods import METHODS
-from test_runtime import CAPTURED, Pretended
+from test_runtime import CAPTURED, SHAPES, Pretended
 
 # In float32, torch lets convolutions round to TF32 unless told otherwise.
 torch.backends.cudnn.allow_tf32 = False
@@ -226,6 +226,18 @@ def test_methods_in_graphs(name: str, method: str, monkeypatch) -> None:
         expected, found = (ask(p, 2, first=first, method=CAPTURED[method], output_type="latent") for p in (pipe, other))
         assert behaviours.same(expected, found)
     assert not graphs.reason
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_graphs_of_several_shapes_live_side_by_side(name: str) -> None:
+    pipe, other = both(name)
+    for first in (0, 2, 0):
+        if first:
+            captured_so_far = other.executor.captured
+        for options in SHAPES:
+            expected, found = (ask(p, 2, first=first, output_type="latent", **options) for p in (pipe, other))
+            assert behaviours.same(expected, found), options
+    assert other.executor.captured == captured_so_far
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU has these kernels")

@@ -283,6 +283,17 @@ def test_what_cannot_be_captured_runs_all_the_same(any_pipe, fresh) -> None:
     assert graphs.recorded == 0
 
 
+def test_what_was_packed_stays() -> None:
+    """Graphs know where weights lie, also those of a module that has but one."""
+    module = torch.nn.ModuleDict({"one": torch.nn.Embedding(8, 64), "two": torch.nn.Linear(64, 64)})
+    pack(module.values())
+    places = [p.data_ptr() for p in module.parameters()]
+    kept = [p.detach().clone() for p in module.parameters()]
+    pack(module.values())
+    assert places == [p.data_ptr() for p in module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(kept, module.parameters(), strict=True))
+
+
 SHAPES: tuple[dict, ...] = ({}, {"temperature": 0.5}, {"guidance_scale": 2.0}, {"top_k": 5})
 
 

@@ -28,10 +28,11 @@ def divide(memory: Tensor, like: Like) -> list[Tensor]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def pack(modules: Iterable[nn.Module]) -> None:
-    """Put the weights of each module into one piece of memory, in place. Strides stay as they are."""
+    """Put the weights of each module into one piece of memory, in place. Strides stay as they are. What was packed
+    once stays where it is: graphs know the place."""
     for module in modules:
         tensors = list({id(t): t for t in (*module.parameters(), *module.buffers())}.values())
-        if not tensors or any(t.nbytes != t.untyped_storage().nbytes() for t in tensors):
+        if len(tensors) < 2 or any(t.nbytes != t.untyped_storage().nbytes() for t in tensors):
             continue  # views of something larger, such as a mapped file or an earlier packing
         like = [(t.shape, t.dtype) for t in tensors]
         memory = torch.empty(ends(like)[-1], dtype=torch.uint8, device=tensors[0].device)
