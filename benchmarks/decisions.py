@@ -1,5 +1,6 @@
 """Decisions of NOVA that differ from call to call, for models whose own would mean nothing (random weights).
 
+    python benchmarks/decisions.py                     # the share of tokens that they keep, as recorded and varied
     python benchmarks/decisions.py --out benchmarks/decisions.json [--device cuda]     # records them anew
 
 Recorded from the model that comes with the package: 96 prompts, half of them with full backgrounds, NOVA(t_est=6).
@@ -12,8 +13,11 @@ ranking, selection and restoration work as ever.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import random
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +30,7 @@ from nextscale.evaluate.scenes import TASKS, read_asks
 from nextscale.methods import NOVA
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Context, Policy, ScalePlan, Stats
+from nextscale.methods.linkage import KEPT, MOST, Linkage
 from nextscale.methods.nova import NOVAPolicy
 from nextscale.pipeline import Pipeline
 from nextscale.progress import bar
@@ -37,6 +42,7 @@ BACKGROUNDS = (" in a meadow", " on a beach", " in the snow", " at night", " in 
 BACKGROUNDS += (" on a checkered background", " on a striped background")
 SHIFTS = (-1, 0, 1, 2)
 NEVER = 12  # one prompt of so many
+SIDES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)  # of the grids of 1024 x 1024
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,6 @@ class Decision:
     star: int | None  # the scale of inflection; None: nothing is reduced
     entropy: tuple[float, ...]  # of every scale
     layers: dict[int, tuple[float, ...]]  # per scale, of every layer
-
-    def growth(self, t: int) -> float:
-        """The newest that is known before scale t."""
-        return self.entropy[t - 2] - self.entropy[t - 3]
 
     def means(self, t: int, depth: int) -> list[float]:
         """Of the layers of a model with so many; scales that were not reduced look like the first one that was."""
@@ -122,6 +124,22 @@ class RecordedPolicy(NOVAPolicy):
         return entropy, self.of_rows(stats.rows, self.layer_means[layer * images : (layer + 1) * images])
 
 
+def share(decision: Decision, depth: int = 32) -> float:
+    """Of the tokens of a picture of 1024 x 1024 that a model with so many layers computes."""
+    rule, m, kept = Linkage(True), NOVA(), 0.0
+    for t, side in enumerate(SIDES, start=1):
+        if decision.star is None or t <= decision.star:
+            kept += side**2
+            continue
+        played = Growth(T_EST, m.alpha, dict(enumerate(decision.entropy, 1)), decision.star)
+        ratio = 1 / (1 + math.exp(-(t - (decision.star + 1)) / m.tau)) - m.lam * math.tanh(played.newest(t) or 0.0)
+        notes, asked = torch.zeros(depth, 4, 1, dtype=torch.float64), torch.tensor([min(max(ratio, 0.0), MOST)])
+        for layer, mean in enumerate(decision.means(t, depth)):
+            rule.note(torch.tensor([mean], dtype=torch.float64), asked.double(), notes, layer, side**2)
+        kept += notes[:, KEPT].mean().item()
+    return kept / sum(side**2 for side in SIDES)
+
+
 def prompts() -> list[str]:
     """Half as they are asked in the scenes benchmark, on white; half on something."""
     asks = [a.prompt for task in TASKS for a in [a for a in read_asks() if a.task == task][: PROMPTS // len(TASKS)]]
@@ -149,9 +167,15 @@ def record(device: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
+    if options.out is None:
+        recorded = read_decisions()
+        for name, some in (("as recorded", recorded), ("varied", list(itertools.islice(varied(recorded), 192)))):
+            shares = [share(d) for d in some]
+            print(f"{name}: median {statistics.median(shares):.1%}, mean {statistics.mean(shares):.1%} of the tokens")
+        return
     options.out.write_text(json.dumps(record(options.device), separators=(",", ":")) + "\n")
 
 

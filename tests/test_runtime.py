@@ -27,9 +27,10 @@ from nextscale.methods.room import LEAST, Deviations
 from nextscale.models.quantize import to_fp8
 from nextscale.packing import pack
 from nextscale.run import Rows
-from nextscale.runtime import make_executor
+from nextscale.runtime import make_executor, with_enough_memory
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.decoder import GPUDecoder, doubled
+from nextscale.runtime.eager import Eager
 from nextscale.runtime.graphs import MAX_PROGRAMS, Graphs
 from nextscale.runtime.recorded import SHORT, Report, Told
 from nextscale.runtime.shelf import COST, Shelf, round_up
@@ -336,6 +337,26 @@ def test_graphs_of_other_shapes_leave_when_memory_is_scarce(var, monkeypatch) ->
     monkeypatch.setattr("nextscale.runtime.graphs.is_scarce", lambda device: True)
     ask(other, 1, output_type="latent")
     assert len(graphs.programs) == 1
+
+
+def test_a_second_try_has_the_memory_of_the_first(var) -> None:
+    """What a failed try had allocated hangs on its traceback, until that is gone."""
+    seen: list[weakref.ref] = []
+
+    class Keeping(Pretended):
+        def forget_others(self) -> bool:
+            return len(seen) == 1
+
+    def make(executor):
+        assert all(ref() is None for ref in seen)
+        large = torch.zeros(10)
+        seen.append(weakref.ref(large))
+        if len(seen) < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+        return type(executor)
+
+    assert with_enough_memory(make, Keeping(), True, 1, var.schedule()) is Eager
+    assert len(seen) == 3
 
 
 CAPTURED = {

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar
 
+from nextscale.arguments import shown
 from nextscale.errors import NextscaleError
 
 MAX_WIDTH = 2**20  # of anything that no class limits itself
@@ -29,7 +30,9 @@ class Config:
             value, (least, most) = getattr(self, field.name), self.limits.get(field.name, (1, MAX_WIDTH))
             if not _fits(value, str(field.type), least, most):
                 wanted = _KINDS[str(field.type)].format(least=least, most=most, items=MAX_ITEMS)
-                raise NextscaleError(f"{field.name} = {_shown(value)} is not {wanted}")
+                raise NextscaleError(
+                    f"{field.name} = {shown(list(value) if isinstance(value, tuple) else value)} is not {wanted}"
+                )
 
     def require_division(self, whole: str, parts: str, multiple: int = 1) -> None:
         """That `whole` can be shared equally among `parts`, each a multiple of some number."""
@@ -65,8 +68,3 @@ def _fits(value: Any, kind: str, least: int, most: int) -> bool:
     if kind == "bool":
         return isinstance(value, bool)
     return isinstance(value, tuple) and 0 < len(value) <= MAX_ITEMS and all(is_whole(v, least, most) for v in value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(list(value) if isinstance(value, tuple) else value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -39,16 +39,17 @@ def make_executor(runtime: str, device: torch.device) -> Eager:
 def with_enough_memory(make: Callable[[Eager], T], executor: Eager, again: bool, images: int, schedule: Schedule) -> T:
     """What `make` makes. If memory runs out, it is tried again without what is kept for other calls; then the eager
     runtime, which keeps nothing at all, has a try."""
-    try:
-        return make(executor)
-    except torch.OutOfMemoryError as error:
-        if again and executor.forget_others():
-            torch.cuda.empty_cache()
-            return with_enough_memory(make, executor, again, images, schedule)
-        executor.forget()
-        if not again or type(executor) is Eager:
-            raise out_of_memory(error, images, schedule) from None
-    torch.cuda.empty_cache()
+    others = True
+    while others:  # a new try begins when the error is gone: its traceback holds what the old one had allocated
+        try:
+            return make(executor)
+        except torch.OutOfMemoryError as error:
+            others = again and executor.forget_others()
+            if not others:
+                executor.forget()
+                if not again or type(executor) is Eager:
+                    raise out_of_memory(error, images, schedule) from None
+        torch.cuda.empty_cache()
     logger.warning("the GPU's memory is too small for runtime %s here; made with runtime eager", executor.name)
     try:
         return make(Eager())
