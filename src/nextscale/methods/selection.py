@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,94 @@ class Selection:
         return torch.zeros(len(slots), tokens + 1, dtype=torch.bool, device=slots.device).scatter(1, slots, True)[
             :, :-1
         ]
+
+
+class Packed(Selection):
+    """A selection whose tokens lie one behind the other, those of a row behind those of the row before: [1, T, ...].
+
+    Neither rows nor layers pad each other. How many they are is the device's business: kernels read it there, and what
+    lies behind the last token is nobody's.
+    """
+
+    def __init__(self, cell: Tensor, start: Tensor, slot: Tensor, counts: tuple[int, ...] | None = None) -> None:
+        """`counts` of every row, if the host knows them."""
+        set_ = functools.partial(object.__setattr__, self)
+        set_("cell", cell)  # [T] int32: row * N + cell of every token, in raster order
+        set_("start", start)  # [R + 1] int32: where the tokens of a row begin; at last, where all end
+        set_("slot", slot)  # [R, N] int32: where the token of a cell lies; -1 where it was not chosen
+        set_("counts", counts)
+
+    cell: Tensor
+    start: Tensor
+    slot: Tensor
+    counts: tuple[int, ...] | None
+
+    @classmethod
+    def of_mask(cls, mask: Tensor) -> Packed:
+        """The cells that are True in [R, N]."""
+        chosen = mask.flatten()
+        place = chosen.cumsum(0, dtype=torch.int32) - 1
+        last = chosen.numel()
+        where = torch.arange(last, dtype=torch.int32, device=mask.device)
+        cell = where.new_zeros(last + 1).scatter(0, place.where(chosen, last).long(), where)[:-1]
+        ends = place.view(mask.shape)[:, -1] + 1
+        return cls(cell, torch.cat((ends.new_zeros(1), ends)), place.where(chosen, -1).view(mask.shape))
+
+    @functools.cached_property
+    def count(self) -> Tensor:  # type: ignore[override]
+        return self.start.diff().long()
+
+    @functools.cached_property
+    def index(self) -> Tensor:  # type: ignore[override]
+        """[R, most]."""
+        tokens = self.slot.shape[1]
+        cell = self.cell.long().clamp(0, self.slot.numel() - 1) % tokens
+        return self.padded(cell[None]).where(self._real, tokens - 1)
+
+    @property
+    def most(self) -> int:
+        """Tokens that a row may have."""
+        return self.slot.shape[1] if self.counts is None else max(self.counts)
+
+    @functools.cached_property
+    def row(self) -> Tensor:
+        """Of every token, [T]; behind the last one, any."""
+        return (self.cell // self.slot.shape[1]).clamp(0, len(self.slot) - 1)
+
+    @property
+    def _real(self) -> Tensor:
+        return torch.arange(self.most, device=self.slot.device) < self.count[:, None]
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Tokens [1, T, ...] -> [R, most, ...]; padding is some token."""
+        place = self.start[:-1, None] + torch.arange(self.most, dtype=torch.int32, device=x.device)
+        return x[0][place.clamp_max(max(x.shape[1] - 1, 0)).long()]
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Tokens [R, most, ...] -> [1, T, ...]."""
+        row = self.row.long()
+        rank = torch.arange(len(row), device=x.device) - self.start[row]
+        return x[row, rank.clamp(0, x.shape[1] - 1)][None]
+
+    def known(self) -> Packed:
+        """With counts that the host knows: it waits for them."""
+        counts = tuple(self.count.tolist())
+        return Packed(self.cell[: sum(counts)], self.start, self.slot, counts)
+
+    def first(self, rows: int) -> Packed:
+        """Of the first rows alone; the tokens stay where they are."""
+        counts = None if self.counts is None else self.counts[:rows]
+        return Packed(self.cell, self.start[: rows + 1], self.slot[:rows], counts)
+
+    def behind(self, context: int) -> Packed:
+        if not context:
+            return self
+        all_of = self.slot.new_ones(len(self.slot), context, dtype=torch.bool)
+        found = Packed.of_mask(torch.cat((all_of, self.slot >= 0), dim=1))
+        return found if self.counts is None else found.known()
+
+    def mask(self, tokens: int) -> Tensor:
+        return self.slot >= 0
 
 
 def keep_highest(score: Tensor, count: Tensor, capacity: int | None = None) -> Selection:
