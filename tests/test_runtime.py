@@ -23,7 +23,6 @@ from nextscale.errors import NextscaleError
 from nextscale.methods.base import Context, Method, Policy
 from nextscale.methods.numbers import FetchedNumbers
 from nextscale.methods.residual import Places, TokenCaches
-from nextscale.methods.room import LEAST, Deviations
 from nextscale.models.quantize import to_fp8
 from nextscale.packing import pack
 from nextscale.run import Rows
@@ -33,7 +32,6 @@ from nextscale.runtime.decoder import GPUDecoder, doubled
 from nextscale.runtime.eager import Eager
 from nextscale.runtime.graphs import MAX_PROGRAMS, Graphs
 from nextscale.runtime.recorded import SHORT, Report, Told
-from nextscale.runtime.shelf import COST, Shelf, round_up
 from nextscale.schedule import Schedule
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 from nextscale.tokenizers.autoencoder import Decoder, Upsample
@@ -106,9 +104,8 @@ class Again:
         old, new = self.made, self.run()
         for name in ("logits", "raw", "hidden"):
             getattr(old.step, name).copy_(getattr(new.step, name))
-        if new.chosen.index is not None:
-            old.chosen.index.copy_(new.chosen.index)
-            old.chosen.count.copy_(new.chosen.count)
+        if new.chosen.masks is not None:
+            old.chosen.masks.copy_(new.chosen.masks)
         self.program.features.copy_(new.step.features)
 
     def wait(self) -> None:
@@ -168,9 +165,9 @@ def test_a_progress_bar_costs_nothing(infinity, fresh) -> None:
     other.executor = graphs = Pretended()
     other.progress_bar = None
     ask(other, 1)
-    assert not any(watched for *_, watched in graphs.program.shelves)
+    assert not any(watched for *_, watched in graphs.program.graphs)
     ask(other, 1, callback_on_scale_end=lambda end: None)
-    assert any(watched for *_, watched in graphs.program.shelves)
+    assert any(watched for *_, watched in graphs.program.graphs)
 
 
 def test_weights_side_by_side(infinity) -> None:
@@ -421,7 +418,7 @@ def test_pictures_that_begin_at_different_scales_share_graphs(infinity, probe: s
         expected, found = (ask(pipe, 2, method=method) for pipe in (infinity, other))
         assert same_tokens(expected, found)
         assert close(expected.trace.to_dict()["images"], found.trace.to_dict()["images"])
-        shelves.append(len(graphs.program.shelves))
+        shelves.append(len(graphs.program.graphs))
     assert shelves[1] < shelves[2], "a complete picture among the others may run other code"
     assert shelves[2:] == [shelves[2]] * 3, "but not another one in its place"
 
@@ -439,43 +436,6 @@ def test_maps_that_are_not_finite(any_pipe, name: str, captured: bool) -> None:
 
     with pytest.raises(NextscaleError, match="logits of scale 6 are not finite"):
         ask(pipe, 2, method=CAPTURED[name], callback_on_scale_end=spoil)
-
-
-def test_a_scale_that_needs_more_room_is_run_again(infinity, monkeypatch) -> None:
-    for name in ("FIRST", "CHANGE", "ONCE", "LEAST"):
-        monkeypatch.setattr(f"nextscale.methods.room.{name}", -2.0)
-    method, other = NOVA(t_est=2, alpha=10, tau=2.0), copy.copy(infinity)
-    other.executor = graphs = Pretended()
-    for first in (0, 2, 4):
-        expected, found = (ask(pipe, 2, first=first, method=method) for pipe in (infinity, other))
-        assert same_tokens(expected, found)
-        assert close(expected.trace.to_dict()["images"], found.trace.to_dict()["images"])
-    assert graphs.again > 0
-
-
-def test_the_cache_of_graphs_grows_with_what_is_kept(infinity, monkeypatch) -> None:
-    monkeypatch.setattr("nextscale.runtime.graphs.SHARE", 0.01)
-    method, other = NOVA(t_est=2, alpha=10), copy.copy(infinity)
-    other.executor = graphs = Pretended()
-    for first in (0, 2, 4, 0):
-        assert same_tokens(ask(infinity, 2, first=first, method=method), ask(other, 2, first=first, method=method))
-    plain = infinity.schedule(pixel_budget="0.06M").tokens
-    assert all(k.shape[2] < plain for k, _ in graphs.program.kv)
-    program, last = graphs.program, infinity.schedule(pixel_budget="0.06M").last
-    assert 0 < program.longest <= program.tail[0].shape[2] <= last[0] * last[1], (
-        "layers share the room of the last scale"
-    )
-    for _ in range(4):  # room is guessed better from call to call
-        graphs.recorded = 0
-        ask(other, 2, method=method)
-    assert graphs.recorded == 0, "once it is large enough, graphs stay"
-    scales = {key[0] for key in program.shelves}
-    assert program.make_tail(program.tail[0].shape[2] + 1, max(scales))
-    assert {key[0] for key in program.shelves} == scales - {max(scales)}, "only the last scale has to be captured anew"
-    assert same_tokens(ask(infinity, 2, method=method), ask(other, 2, method=method))
-    assert graphs.program.settled
-    memory = graphs.program.arena.memory.untyped_storage().data_ptr()
-    assert any(k.untyped_storage().data_ptr() == memory for k, _ in graphs.program.kv)
 
 
 @dataclass(frozen=True)
@@ -504,56 +464,8 @@ class Resting(Method):
         return policy
 
 
-def test_room_is_learned_from_earlier_calls() -> None:
-    seen = Deviations()
-    assert seen.highest(0, 8, [0.0, 0.0]) == [0.25, 0.25]
-    assert seen.highest(8, 9, [0.2, -0.1]) == pytest.approx([0.3, 0.0])
-    seen.learn(8, 9, [0.2, -0.1], [0.3, -0.2])
-    assert seen.highest(8, 9, [0.0, 0.0]) == pytest.approx([0.1 + 0.05 + LEAST, -0.1 + 0.05 + LEAST])
-    seen.learn(8, 9, [0.2, -0.1], [0.1, -0.2])
-    assert seen.highest(8, 9, [0.0, 0.0]) == pytest.approx([0.1 + LEAST + 0.2 / 2**0.5, -0.1 + LEAST])
-
-
-def test_slots_are_rounded_up_a_little() -> None:
-    for n in (1, 8, 9, 100, 662, 4095):
-        assert n <= round_up(n) <= max(n * 33 / 32 + 1, n + 7)
-    every = 4096, 4096
-    shelf = Shelf()
-    assert shelf.slots((100, 600), every, 4096) == (110 + 2, 660 + 12), "some room to spare, rounded up"
-    assert shelf.slots((112, 650), every, 4096) == (112, 672), "a graph that is there"
-    assert shelf.slots((150, 600), every, 620) == (168, 620), "too little room in one layer, and never more than all"
-    assert shelf.slots((100, 600), every, 4096) == (112, 672), "the smaller one"
-    large = shelf.slots((200, 1000), every, 4096)
-    asked = [shelf.slots((60, 800), every, 4096) for _ in range(100)]
-    assert asked[0] == large, "it has enough room, and capturing costs more than one scale"
-    assert asked[-1] == (64, 800), "but not more than many"
-    used = asked.count(large)
-    assert COST < used * (sum(large) / (860 + 8) - 1) + 1 < COST + 2, "as much was wasted as a capture costs"
-    several = Shelf(4)
-    assert several.slots((200, 1000), every, 4096) == large
-    asked = [several.slots((60, 800), every, 4096) for _ in range(100)]
-    assert asked.count(large) <= used // 4 + 1, "the more pictures waste, the sooner it pays"
-    assert shelf.slots((150, 800), every, 4096) == large
-    assert shelf.slots((900, 100), (910, 100), 4096) == (904, 100), "not more than there is"
-    assert shelf.slots((100, 100), (115, 115), 4096) == (112, 112), "no graph for which there is no room"
-    assert Shelf().slots((), (), 64) == ()
-
-
-def test_a_shelf_is_not_endless(monkeypatch) -> None:
-    monkeypatch.setattr("nextscale.runtime.shelf.MOST", 5)
-    shelf, every = Shelf(), (4096, 4096)
-    often = shelf.slots((2000, 1), every, 4096)
-    for n in range(1, 20):
-        slots = shelf.slots((100, 50 * n), every, 4096)
-        shelf.graphs[slots] = slots
-        assert shelf.slots((2000, 1), every, 4096) == often, "what is taken stays"
-    assert len(shelf.wasted) == 5
-    assert set(shelf.graphs) <= set(shelf.wasted)
-
-
 @pytest.mark.parametrize("like", [None, NOVA(t_est=2, alpha=10, uncomputed="nothing")])
-def test_pictures_that_rest(any_pipe, monkeypatch, like) -> None:
-    monkeypatch.setattr("nextscale.runtime.graphs.SHARE", 0.01)
+def test_pictures_that_rest(any_pipe, like) -> None:
     other = copy.copy(any_pipe)
     other.executor = graphs = Pretended()
     # All these calls share a program, and must not take each other's graphs.

@@ -13,10 +13,10 @@ from nextscale.entropy import attention_entropy
 from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.fp8 import reads
 from nextscale.kernels.keys import split_and_store, stores
+from nextscale.methods.selection import Packed, Selection
 from nextscale.schedule import Schedule
 
 if TYPE_CHECKING:
-    from nextscale.methods.selection import Selection
     from nextscale.models.layers import SelfAttention
 
 
@@ -48,7 +48,7 @@ class LayerCache:
         self.k, self.v = k, v
         self.used = 0  # slots that any row may occupy
         self.length: Tensor | None = None  # entries of each row, once rows differ: then attention needs a mask
-        self.more: Tensor | None = None  # of them that are not yet counted in it
+        self.more: int | Selection | None = None  # of them that are not yet counted in it
         self.length_place = length  # where it has to be
         self.active: Tensor | None = None  # the rows at work in this scale; None = all
         # Where keys and values of this scale go instead: all layers may share it if no later scale will read them.
@@ -89,7 +89,7 @@ class LayerCache:
         fixed = self.length_place is not None
         if count is not None and not fixed and count.device.type == "cpu" and bool((count == new).all()):
             count = None
-        self._tell_rows_apart(count)
+        self._tell_rows_apart(count is not None)
         if self.length is None:
             self.k[:, :, self.used : self.used + new] = k
             self.v[:, :, self.used : self.used + new] = v
@@ -101,9 +101,9 @@ class LayerCache:
             self.length[rows] += new if count is None else count
         self.used += new
 
-    def _tell_rows_apart(self, count: Tensor | None) -> None:
+    def _tell_rows_apart(self, apart: bool) -> None:
         """From the first time on that rows grow by different numbers of tokens."""
-        if self.length is None and (self.active is not None or count is not None):
+        if self.length is None and (self.active is not None or apart):
             place = self.length_place
             place = torch.empty(len(self.k), dtype=torch.long, device=self.k.device) if place is None else place
             self.length = place.fill_(self.used)
@@ -111,12 +111,18 @@ class LayerCache:
     def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of the rows at work, and a mask [R, 1, 1, S] if their lengths differ."""
         count_lengths([self])
-        # At fixed places the host does not know how much of them is used once rows differ.
-        used = self.k.shape[2] if self.length is not None and self.length_place is not None else self.used
-        keys, values, length = self.k[:, :, :used], self.v[:, :, :used], self.length
+        used, length = self.used, self.length
+        if length is not None:
+            length = length if self.active is None else length[self.active]
+            # A CPU may look at lengths for nothing; on a GPU the host does not know how much of a fixed place is used.
+            if length.device.type == "cpu":
+                used = int(length.max())
+                length = None if bool((length == used).all()) else length
+            elif self.length_place is not None:
+                used = self.k.shape[2]
+        keys, values = self.k[:, :, :used], self.v[:, :, :used]
         if self.active is not None:
             keys, values = keys[self.active], values[self.active]
-            length = None if length is None else length[self.active]
         if length is None:
             return keys, values, None
         mask = (torch.arange(used, device=keys.device) < length[:, None])[:, None, None]
@@ -127,58 +133,102 @@ class LayerCache:
     def see(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
-        return self.attend(attn, self.store(attn, qkv, positions, chosen))
+        return self.look(attn, qkv, positions, chosen)[0]
+
+    def look(
+        self,
+        attn: SelfAttention,
+        qkv: Tensor,
+        positions: Tensor | None,
+        chosen: Selection | None = None,
+        watched: int = 0,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `see` gives, and the entropy of each query's weights, a mean over heads [R, K], of so many rows."""
+        if isinstance(chosen, Packed) and (self.active is not None or not stores(attn, qkv, positions)):
+            padded = Selection(chosen.index, chosen.count)
+            seen, entropy = self.look(attn, chosen.padded(qkv), positions, padded, watched)
+            return chosen.packed(seen.transpose(1, 2)).transpose(1, 2), entropy
+        q = self.store(attn, qkv, positions, chosen)
+        return self.attend(attn, q, chosen if isinstance(chosen, Packed) else None, watched)
 
     def store(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
         """Keys and values of new tokens; their queries [R, H, K, D] are left."""
-        new, count = qkv.shape[1], None if chosen is None else chosen.count
+        packed = isinstance(chosen, Packed)
+        new = chosen.most if isinstance(chosen, Packed) else qkv.shape[1]
         count_lengths([self])
-        if self.tail is not None:
-            if count is None:
-                count = torch.full((len(qkv),), new, device=qkv.device)
-            assert new <= self.tail[0].shape[2], "a layer keeps more than its plan said"
-            self._tell_rows_apart(count)
-            self.more = count
-            if stores(attn, qkv, positions):
-                return split_and_store(attn, qkv, positions, *self.tail, 0, chosen)
-            q, *kv = attn.split(qkv, taken(positions, chosen))
-            for place, found in zip(self.tail, kv, strict=True):
-                place[:, :, :new] = found
+        kernel = packed or (chosen is None and self.active is None and stores(attn, qkv, positions))
+        if not kernel and self.tail is None:
+            q, k, v = attn.split(qkv, taken(positions, chosen))
+            self.append(k, v, None if chosen is None else chosen.count)
             return q
-        if self.active is None and stores(attn, qkv, positions):
+        # Behind the end of every row, or where no later scale will look for them.
+        keys, values = (self.k, self.v) if self.tail is None else self.tail
+        apart = chosen is not None or self.tail is not None
+        self._tell_rows_apart(apart)
+        start: int | Tensor = 0
+        if self.tail is None:
             self.reserve(new)
-            self._tell_rows_apart(count)
+            keys, values = self.k, self.v
             start = self.used if self.length is None else self.length
-            q = split_and_store(attn, qkv, positions, self.k, self.v, start, chosen)
             self.used += new
-            if self.length is not None and count is not None:
-                self.more = count
-            elif self.length is not None:
-                self.length += new
-            return q
-        q, k, v = attn.split(qkv, taken(positions, chosen))
-        self.append(k, v, count)
+        assert new <= keys.shape[2], "the cache has no room"
+        if self.length is not None:
+            self.more = chosen if chosen is not None else new
+        if kernel:
+            return split_and_store(attn, qkv, positions, keys, values, start, chosen)
+        q, *kv = attn.split(qkv, taken(positions, chosen))
+        for place, found in zip((keys, values), kv, strict=True):
+            place[:, :, :new] = found
         return q
 
-    def attend(self, attn: SelfAttention, q: Tensor) -> Tensor:
-        scale, wanted = attn.softmax_scale, reads(attn.proj)
-        if self.tail is not None:
-            return attend(q, self.k, self.v, scale, self.length, self.more, tail=self.tail, reads=wanted)[0]
-        if self.length is not None and self.active is None and runs_on(q):
-            return attend(q, self.k, self.v, scale, self.length, self.more, reads=wanted)[0]
+    def attend(
+        self, attn: SelfAttention, q: Tensor, packed: Packed | None = None, watched: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        scale, wanted, entropy = attn.softmax_scale, reads(attn.proj), bool(watched)
+        if self.tail is not None or packed is not None or (self.length is not None and self._alone(q)):
+            more = None if packed is not None else self._more()
+            seen, spread = attend(q, self.k, self.v, scale, self.length, more, entropy, self.tail, wanted, packed)
+            if packed is not None and spread is not None:
+                spread = packed.padded(spread)
+            return seen, None if spread is None else spread[:watched]
         keys, values, mask = self.visible()
-        if mask is None and q.shape[2] <= FEW and runs_on(q):
-            return attend(q, keys, values, scale, reads=wanted)[0]
-        return attention(q, keys, values, scale, mask)
+        if mask is None and runs_on(q) and (entropy or q.shape[2] <= FEW):
+            seen, spread = attend(q, keys, values, scale, entropy=entropy, reads=wanted)
+            return seen, None if spread is None else spread[:watched]
+        if not entropy:
+            return attention(q, keys, values, scale, mask), None
+        own = None if mask is None else mask[:watched]
+        spread = attention_entropy(q[:watched], keys[:watched], scale, own)
+        return attention(q, keys, values, scale, mask), spread
+
+    def _alone(self, q: Tensor) -> bool:
+        """Whether our kernel takes all rows."""
+        return self.active is None and runs_on(q)
+
+    def _more(self) -> Tensor | None:
+        """Of each row, what `length` does not know yet."""
+        if self.more is None:
+            return None
+        if isinstance(self.more, int):
+            return torch.full((len(self.k),), self.more, device=self.k.device)
+        return self.more.count
 
 
 def count_lengths(caches: Sequence[LayerCache]) -> None:
     """What was stored last: of all layers at once, for one by one they would be as many kernels."""
     waiting = [(cache.length, cache.more) for cache in caches if cache.length is not None and cache.more is not None]
-    if waiting:
-        torch._foreach_add_(*map(list, zip(*waiting, strict=True)))
+    same = [length for length, more in waiting if isinstance(more, int)]
+    if same:
+        torch._foreach_add_(same, next(more for _, more in waiting if isinstance(more, int)))
+    packed = [(length, more.start) for length, more in waiting if isinstance(more, Packed)]
+    if packed:
+        counts = torch.stack([start for _, start in packed]).diff(dim=1)
+        torch._foreach_add_([length for length, _ in packed], list(counts.unbind()))
+    other = [(length, more.count) for length, more in waiting if not isinstance(more, (int, Packed))]
+    if other:
+        torch._foreach_add_(*map(list, zip(*other, strict=True)))
     for cache in caches:
         cache.more = None
 
@@ -193,17 +243,10 @@ class WatchedCache:
     def see(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
-        cache, scale = self.cache, attn.softmax_scale
-        q = cache.store(attn, qkv, positions, chosen)
-        if cache.active is None and runs_on(q):
-            seen, entropy = attend(q, cache.k, cache.v, scale, cache.lengths, entropy=True, reads=reads(attn.proj))
-            assert entropy is not None
-            self.entropy = entropy[: self.rows]
-            return seen
-        keys, _, mask = cache.visible()
-        visible = None if mask is None else mask[: self.rows]
-        self.entropy = attention_entropy(q[: self.rows], keys[: self.rows], scale, visible)
-        return self.cache.attend(attn, q)
+        seen, entropy = self.cache.look(attn, qkv, positions, chosen, self.rows)
+        assert entropy is not None
+        self.entropy = entropy  # [rows, K]
+        return seen
 
 
 class BlockCausal:

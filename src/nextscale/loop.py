@@ -78,7 +78,7 @@ def generate(
     run.reserve(backbone.context + expected if expected else 0)
     for scale in schedule:
         plan = policy.begin_scale(scale)
-        check_plan(policy, plan, images, backbone.depth, backbone.parts, schedule.tokens)
+        check_plan(policy, plan, images, backbone.parts, schedule.tokens)
         rows, state = run.apply(plan, scale)
         if not rows.all:
             advance(1)

@@ -6,23 +6,31 @@ channels are dealt out to several times as many blocks; whoever reads the result
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from nextscale.kernels.fp8 import FORMAT, FP8Linear
 from nextscale.kernels.parts import Parts
+from nextscale.kernels.ragged import multiplies, ragged_linear
 
 try:
     from nextscale.kernels.rows_triton import fused_parts
 except ImportError:  # a CPU build of torch comes without Triton
     fused_parts = None  # type: ignore[assignment]
 
+if TYPE_CHECKING:
+    from nextscale.methods.selection import Packed
+
 MOST, PARTS = 128, 4  # rows, and blocks that share a row's input channels
 BLOCK_OUT, BLOCK_IN = 64, 128  # channels of a block
 
 
-def linear_for_sum(x: Tensor, layer: nn.Linear | FP8Linear) -> Tensor | Parts:
-    """Of x [R, K, C]."""
+def linear_for_sum(x: Tensor, layer: nn.Linear | FP8Linear, packed: Packed | None = None) -> Tensor | Parts:
+    """Of x [R, K, C], or of tokens that lie packed."""
+    if packed is not None and multiplies(x, layer):
+        return ragged_linear(x, layer, packed.start, layer.bias)
     x = layer.rounded(x) if isinstance(layer, FP8Linear) else x
     if shares(x, layer.weight):
         by = layer.factor if isinstance(layer, FP8Linear) else 1.0

@@ -67,9 +67,8 @@ class ScalePlan(NamedTuple):
     capacity: int  # KV slots to reserve per row; 0 = each layer reserves what it keeps
     groups: tuple[Group, ...]
     needs: frozenset[str] = frozenset()  # "attention_entropy"
-    slots: tuple[int, ...] = ()  # a guess of the tokens that each layer will keep at most; () = all of them
     looks: bool = True  # False: no layer of this scale has to be shown to the policy
-    variant: Hashable = None  # what else decides which code will run; with the rows and slots it names a captured scale
+    variant: Hashable = None  # what else decides which code will run; with the rows it names a captured scale
 
 
 @dataclass
@@ -82,7 +81,6 @@ class Stats:
     chosen: Choices = field(default_factory=list)  # per layer, of every part; None = all
     attention_entropy: list[Tensor] = field(default_factory=list)  # per layer [R, K], if the plan needs it
     context: int = 0  # tokens that ran in front of the scale's own
-    slots: tuple[int, ...] = ()  # room for the tokens of each layer; () = as many as it keeps
     token_entropy: Callable[[Tensor, str], Tensor] = token_entropy  # of logits; an executor may have a faster one
     fast_lens: Lens | None = None  # entropy of the conditional prediction without its logits, where it can be had
 
@@ -129,7 +127,6 @@ class Policy:
         self.context = context
         self.memory = TokenCaches()
         self.numbers = HostNumbers()
-        self.experience: dict[str, Any] = {}  # of earlier calls with the same settings, if somebody keeps it
 
     @property
     def passive(self) -> bool:
@@ -194,14 +191,11 @@ class Policy:
         """See what came out: x [R, N, C], the logits of every row, and the guided logits."""
 
     def report(self, stats: Stats) -> dict[str, Tensor]:
-        """What the host will want to know of this scale; "wanted" [layers] is what each would have kept at most."""
+        """What the host will want to know of this scale."""
         return {}
 
     def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
         """The scale has been run, or soon will be: whoever asks for a number waits for it, so ask late."""
-
-    def meanwhile(self) -> None:
-        """The device is at work on a scale: what the host has left to do costs nothing now."""
 
     def told(self, name: str, numbers: list[float] | Tensor) -> Tensor:
         """Numbers that the host gives or makes, on the device at a fixed place, where a captured scale reads them."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from nextscale.arguments import is_flag, shown
 from nextscale.errors import NextscaleError, choices
 from nextscale.methods.base import Group, Policy, ScalePlan
-from nextscale.methods.selection import Selection
+from nextscale.methods.selection import Packed, Selection
 
 ACTIONS = ("run", "skip", "stop")
 NEEDS = ("attention_entropy",)
@@ -22,7 +22,7 @@ def wrong(policy: Policy, hook: str, what: str) -> NextscaleError:
     return NextscaleError(f"{policy.name or type(policy).__name__}: {hook} {what}")
 
 
-def check_plan(policy: Policy, plan: Any, images: int, depth: int, parts: Group, tokens: int) -> None:
+def check_plan(policy: Policy, plan: Any, images: int, parts: Group, tokens: int) -> None:
     """`tokens`: of the whole schedule."""
     if not isinstance(plan, ScalePlan):
         raise wrong(policy, "begin_scale", f"must return a ScalePlan, as self.plan(scale) makes it, not {shown(plan)}")
@@ -36,8 +36,6 @@ def check_plan(policy: Policy, plan: Any, images: int, depth: int, parts: Group,
         raise _unfit(policy, plan, "groups", f"tuples that divide {choices(parts)}, in this order")
     if not isinstance(plan.needs, (frozenset, set)) or not plan.needs <= {*NEEDS}:
         raise _unfit(policy, plan, "needs", f"a frozenset with none or some of {choices(NEEDS)}")
-    if plan.slots != () and not _all_whole(plan.slots, depth, tokens):
-        raise _unfit(policy, plan, "slots", f"() or a whole number for each of {depth} layers")
     if not isinstance(plan.variant, Hashable):
         raise _unfit(policy, plan, "variant", "hashable")
 
@@ -55,11 +53,6 @@ def _whole(value: Any, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _all_whole(values: Any, count: int, most: int) -> bool:
-    """Asked at every scale, of every layer: by whole lists, which takes microseconds."""
-    return len(_all(values)) == count and set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= most
-
-
 def check_expected(policy: Policy, tokens: Any, most: int) -> None:
     if not _whole(tokens, 0, most):
         raise wrong(policy, "expected_tokens", f"must return a whole number from 0 to {most}, not {shown(tokens)}")
@@ -69,6 +62,8 @@ def check_selection(policy: Policy, chosen: Any, x: Tensor) -> None:
     """Of the tokens x [R, N, C]."""
     if not isinstance(chosen, Selection):
         raise wrong(policy, "select", f"must return a Selection or None, not {shown(chosen)}")
+    if isinstance(chosen, Packed):  # made by a kernel of ours
+        return
     rows, tokens = x.shape[:2]
     for name, tensor, dims in (("index", chosen.index, 2), ("count", chosen.count, 1)):
         fine = isinstance(tensor, Tensor) and tensor.ndim == dims and len(tensor) == rows and tensor.device == x.device

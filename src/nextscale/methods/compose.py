@@ -76,14 +76,6 @@ class ComposedPolicy(Policy):
         self.selecting.numbers = numbers
 
     @property
-    def experience(self) -> dict[str, Any]:
-        return self.selecting.experience
-
-    @experience.setter
-    def experience(self, experience: dict[str, Any]) -> None:
-        self.selecting.experience = experience
-
-    @property
     def passive(self) -> bool:
         return all(p.passive for p in self.policies)
 
@@ -98,7 +90,7 @@ class ComposedPolicy(Policy):
         plans = [p.begin_scale(scale) for p in self.policies]
         c = self.context
         for policy, plan in zip(self.policies, plans, strict=True):
-            check_plan(policy, plan, c.images, c.depth, c.parts, c.schedule.tokens)
+            check_plan(policy, plan, c.images, c.parts, c.schedule.tokens)
         chosen = plans[self.policies.index(self.selecting)] if self.selecting in self.policies else plans[0]
         return ScalePlan(
             actions=tuple(
@@ -108,7 +100,6 @@ class ComposedPolicy(Policy):
             capacity=min(p.capacity for p in plans),
             groups=chosen.groups,
             needs=frozenset().union(*(p.needs for p in plans)),
-            slots=chosen.slots,
             looks=chosen.looks,
             variant=chosen.variant,
         )
@@ -136,9 +127,6 @@ class ComposedPolicy(Policy):
 
     def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
         self.selecting.reported(stats, report)
-
-    def meanwhile(self) -> None:
-        self.selecting.meanwhile()
 
     def added(self, features: Tensor, stats: Stats) -> None:
         for policy in self.policies:

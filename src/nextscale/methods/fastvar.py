@@ -72,7 +72,7 @@ class FastVARPolicy(Policy):
             return None
         kept = stats.scale.tokens - int(stats.scale.tokens * ratio)
         score = (x - x.mean(dim=1, keepdim=True)).square().sum(-1)  # every row for itself, as in the original
-        return keep_highest(score, torch.full((len(x),), kept, device=x.device), kept)
+        return keep_highest(score, torch.full((len(x),), kept, device=x.device))
 
     def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
         if chosen is None:

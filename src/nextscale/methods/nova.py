@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +14,9 @@ from nextscale.errors import NextscaleError
 from nextscale.methods.activation import Growth
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
 from nextscale.methods.cached import CachedPolicy
-from nextscale.methods.linkage import DEVIATION, KEPT, MEAN, MOST, RATIO, Linkage
+from nextscale.methods.linkage import MEAN, MOST, RATIO, Linkage
 from nextscale.methods.residual import store_chosen
-from nextscale.methods.room import Deviations
-from nextscale.methods.selection import Selection
+from nextscale.methods.selection import Selection, for_rows
 from nextscale.methods.tables import read_table, relative_ratio
 from nextscale.run import Rows
 from nextscale.schedule import Scale
@@ -97,7 +97,6 @@ class NOVAPolicy(CachedPolicy):
         self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Numbers]]] = []  # not read yet
         self.ratio: dict[int, list[float]] = {}  # per scale, per image
         self.noted: dict[int, tuple[tuple[int, ...], Mapping[str, Numbers]]] = {}  # per scale, what layers reported
-        self.changes: list[tuple[int, int, list[float], list[float]]] = []  # of deviations, to be learned from
         self.notes: Tensor | None = None  # of the layers of a reduced scale, [layers, 4, B]: see `Linkage`
         self.linkage = Linkage(
             method.layer_linkage,
@@ -105,8 +104,6 @@ class NOVAPolicy(CachedPolicy):
             min(1 - method.max_layer_keep, MOST),
             method.allow_empty,
         )
-        # Of each image the newest reduced scale, and by which share of the ratio each layer kept more there.
-        self.newest = [(0, [0.0] * context.depth) for _ in range(context.images)]
         self.probe = method.probe
         if self.probe == "auto":
             self.probe = "lens" if context.bits else "lens_topk"
@@ -135,28 +132,7 @@ class NOVAPolicy(CachedPolicy):
         )
         some, everyone = any(self.ratio[t]), all(self.ratio[t])  # which of them is the device's business
         looks = some or (self.learns and self.records(scale))
-        slots = self._slots(scale) if some else ()
-        return self.plan(scale, needs=needs, looks=looks, variant=(some, everyone), slots=slots)
-
-    def _slots(self, scale: Scale) -> tuple[int, ...]:
-        """Room for what each layer will keep."""
-        t, n = scale.index + 1, scale.tokens
-        if not self.method.layer_linkage:
-            return (max(math.ceil((1 - min(self.ratio[t])) * n), 1),) * self.context.depth
-        seen, wanted = self._deviations(), []
-        for r, (before, last) in zip(self.ratio[t], self.newest, strict=True):
-            least, more = (1 - r) * n, r * n  # by which share of the ratio a layer keeps more
-            wanted.append([math.ceil(least + more * d) for d in seen.highest(before, t, last)])
-        kept = wanted[0] if len(wanted) == 1 else list(map(max, *wanted))
-        if min(kept) < 1 or max(kept) > n:
-            kept = [min(max(k, 1), n) for k in kept]
-        return tuple(kept)
-
-    def _deviations(self) -> Deviations:
-        """Of this call and of those before it."""
-        if "deviations" not in self.experience:
-            self.experience["deviations"] = Deviations()
-        return self.experience["deviations"]
+        return self.plan(scale, needs=needs, looks=looks, variant=(some, everyone))
 
     def _read_entropies(self) -> None:
         for scale, images, report in self.pending:
@@ -164,12 +140,6 @@ class NOVAPolicy(CachedPolicy):
             for image, entropy in zip(images, report["entropy"].tolist(), strict=True):
                 # In graphs logits are checked when the host has time: until then, any number will do.
                 self.growth[image].add(t, entropy if math.isfinite(entropy) else 0.0)
-            if t in self.noted:
-                for image, found in zip(images, report["layers"][:, DEVIATION].T.tolist(), strict=True):
-                    if self.ratio[t][image]:
-                        before, deviation = self.newest[image]
-                        self.changes.append((before, t, deviation, found))
-                        self.newest[image] = t, found
         self.pending.clear()
 
     def _ratio(self, growth: Growth, t: int) -> float:
@@ -208,13 +178,9 @@ class NOVAPolicy(CachedPolicy):
             return self.chosen
         entropy, known_mean = self._layer_entropy(layer, x, stats)
         score, ratio = self._score(layer, entropy, stats), self.of_rows(rows, self.scale_ratio)
-        slots = stats.slots[layer] if stats.slots else None
-        copies = 2 if rows.unconditional == rows.which else 1
-        chosen = self.linkage.keep(entropy, score, ratio, self.notes, layer, slots, copies, known_mean)
-        if copies == 1 and rows.unconditional:
-            chosen = Selection(rows.spread(chosen.index), rows.spread(chosen.count))
-        self.chosen = chosen
-        return chosen
+        keep = functools.partial(self.linkage.keep, entropy, score, ratio, self.notes, layer, mean=known_mean)
+        self.chosen = for_rows(rows, keep)
+        return self.chosen
 
     def _lens(self, layer: int, x: Tensor, stats: Stats) -> Tensor:
         """Entropy [B, N] of the prediction that the model's own head would make here."""
@@ -284,7 +250,7 @@ class NOVAPolicy(CachedPolicy):
 
     def _store_attention(self, layer: int, entropy: Tensor, stats: Stats) -> None:
         chosen = stats.chosen[layer]["self"]
-        own = None if chosen is None else Selection(chosen.index[: len(entropy)], chosen.count[: len(entropy)])
+        own = None if chosen is None else chosen.first(len(entropy))
         images = Rows(stats.rows.which, ())
         cache = self.memory["attention", layer]
         store_chosen(cache, images, stats.scale.grid, own, entropy[..., None], self.restore_mode)
@@ -292,21 +258,15 @@ class NOVAPolicy(CachedPolicy):
     def report(self, stats: Stats) -> dict[str, Tensor]:
         if self.notes is None:
             return {"entropy": self.entropy}
-        return {"entropy": self.entropy, "layers": self.notes, "wanted": self.notes[:, KEPT].amax(1)}
+        return {"entropy": self.entropy, "layers": self.notes}
 
     def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
         self.pending.append((stats.scale, stats.rows.which, report))
         if "layers" in report:
             self.noted[stats.scale.index + 1] = (stats.rows.which, report)
 
-    def meanwhile(self) -> None:
-        for change in self.changes:
-            self._deviations().learn(*change)
-        self.changes.clear()
-
     def conclude(self) -> None:
         self._read_entropies()
-        self.meanwhile()
 
     # For the trace
 

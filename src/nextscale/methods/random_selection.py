@@ -60,4 +60,4 @@ class RandomPolicy(ComposedPolicy):
         if chosen is None:
             return None
         noise = self.numbers[f"noise {stats.scale.index}"][layer * len(self.groups) + self.groups.index(group)]
-        return keep_highest(noise.expand(len(x), -1), chosen.count, chosen.index.shape[1])
+        return keep_highest(noise.expand(len(x), -1), chosen.count)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nextscale.kernels.select import fused_select, selects
+
+if TYPE_CHECKING:
+    from nextscale.run import Rows
 
 
 @dataclass(frozen=True)
@@ -17,14 +22,20 @@ class Selection:
 
     index: Tensor  # [R, K] cells in raster order
     count: Tensor  # [R]
-    slot: Tensor | None = None  # the slot of every cell [R, N], -1 where it was not chosen, if anybody knows
 
     def repeated(self, copies: int) -> Selection:
         """The same for as many rows again, and again."""
         if copies == 1:
             return self
-        slot = None if self.slot is None else self.slot.repeat(copies, 1)
-        return Selection(self.index.repeat(copies, 1), self.count.repeat(copies), slot)
+        return Selection(self.index.repeat(copies, 1), self.count.repeat(copies))
+
+    def first(self, rows: int) -> Selection:
+        """Of the first rows alone."""
+        return Selection(self.index[:rows], self.count[:rows])
+
+    def spread(self, rows: Rows) -> Selection:
+        """That of every image, for all its rows."""
+        return Selection(rows.spread(self.index), rows.spread(self.count))
 
     @property
     def real(self) -> Tensor:
@@ -129,6 +140,9 @@ class Packed(Selection):
         counts = None if self.counts is None else self.counts[:rows]
         return Packed(self.cell, self.start[: rows + 1], self.slot[:rows], counts)
 
+    def spread(self, rows: Rows) -> Packed:
+        return Packed.of_mask(rows.spread(self.slot >= 0))
+
     def behind(self, context: int) -> Packed:
         if not context:
             return self
@@ -140,21 +154,26 @@ class Packed(Selection):
         return self.slot >= 0
 
 
-def keep_highest(score: Tensor, count: Tensor, capacity: int | None = None) -> Selection:
-    """The `count` [R] cells of highest score [R, N]; of equal scores the earlier cell.
+def keep_highest(score: Tensor, count: Tensor, copies: int = 1) -> Selection:
+    """The `count` [R] cells of highest score [R, N]; of equal scores the earlier cell. `copies` times.
 
-    `capacity` fixes the number of slots, and no more cells than that stay; None takes the largest count, which the
-    host has to wait for.
+    On a GPU nobody waits: how many they are stays there.
     """
-    n = score.shape[1]
-    slots = int(count.max()) if capacity is None else capacity
     if selects(score):
-        return Selection(*fused_select(score, count, slots))
+        return Packed(*fused_select(score, count, copies))
+    n, slots = score.shape[1], int(count.max())
     # A stable sort, not topk: which of two equal scores stays must not depend on the batch or the device.
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :slots]
     padding = torch.arange(slots, device=score.device) >= count[:, None]
     raster = order.masked_fill(padding, n).sort(dim=1).values
-    return Selection(raster.clamp_max(n - 1), count.clamp_max(slots))
+    return Selection(raster.clamp_max(n - 1), count).repeated(copies)
+
+
+def for_rows(rows: Rows, keep: Callable[..., Selection]) -> Selection:
+    """What `keep(copies=n)` keeps of every image, for all rows of the images at work."""
+    if not rows.unconditional or rows.unconditional == rows.which:
+        return keep(copies=2 if rows.unconditional else 1)
+    return keep(copies=1).spread(rows)
 
 
 def gather(x: Tensor, chosen: Selection | None) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Group, Method, Numbers, Policy, ScalePlan, Stats
+from nextscale.methods.base import Activation, Context, Group, Method, Policy, Stats
 from nextscale.methods.residual import store_chosen
-from nextscale.methods.selection import Selection, gather, keep_highest
+from nextscale.methods.selection import Selection, for_rows, gather, keep_highest
 from nextscale.run import Rows
 from nextscale.schedule import Grid, Scale
-
-MARGIN = 1.1  # room for more cells than the share of the scale before
 
 
 @dataclass(frozen=True)
@@ -61,21 +59,11 @@ class SparseVARPolicy(Policy):
         self.block = min(int(method.block * context.depth), context.depth - 1)
         # Its memory, all of the conditional rows: how much the block changed each cell ("change"), the cells that
         # are out ("excluded"), and the logits of the scale before.
-        self.kept: tuple[Scale, Mapping[str, Numbers]] | None = None  # the newest sparse scale, and what it reported
         self.keep: Tensor | None = None  # [B, N] of this scale
         self.chosen: Selection | None = None
 
     def expected_tokens(self) -> int:
         return 0
-
-    def begin_scale(self, scale: Scale) -> ScalePlan:
-        if scale.index < self.first:
-            return self.plan(scale)
-        room = scale.tokens
-        if self.kept is not None:  # cells that left never come back
-            before, report = self.kept
-            room = min(math.ceil(float(report["wanted"].max()) / before.tokens * scale.tokens * MARGIN), room)
-        return self.plan(scale, slots=(room,) * self.context.depth)
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         if stats.scale.index < self.first:
@@ -95,10 +83,8 @@ class SparseVARPolicy(Policy):
             low = low | (before[..., 0] > 0)
         keep = ~low | self._anchors(grid, low.device)
         self.memory["excluded"].store(images, grid, (~keep).float()[..., None])
-        self.count = keep.sum(1)
-        chosen = keep_highest(keep.float(), self.count, stats.slots[0] if stats.slots else None)
         self.keep = keep
-        self.chosen = Selection(stats.rows.spread(chosen.index), stats.rows.spread(chosen.count))
+        self.chosen = for_rows(stats.rows, functools.partial(keep_highest, keep.float(), keep.sum(1)))
 
     def _anchors(self, grid: Grid, device: torch.device) -> Tensor:
         rows, columns = (torch.arange(n, device=device) % self.method.anchor == 0 for n in grid)
@@ -107,7 +93,7 @@ class SparseVARPolicy(Policy):
     def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
         scale, images = stats.scale, stats.rows.images
         if layer == self.block and self.first - 1 <= scale.index < len(self.context.schedule) - 1:
-            own = None if chosen is None else Selection(chosen.index[:images], chosen.count[:images])
+            own = None if chosen is None else chosen.first(images)
             moved = (y[:images] - gather(x[:images], own)).square().mean(-1, keepdim=True)
             which = Rows(stats.rows.which, ())
             store_chosen(self.memory["change"], which, scale.grid, own, moved, self.method.restore_mode)
@@ -138,13 +124,6 @@ class SparseVARPolicy(Policy):
         scale: Scale = stats.scale
         if self.first - 1 <= scale.index < len(self.context.schedule) - 1:
             self.memory["logits"].store(Rows(stats.rows.which, ()), scale.grid, raw[: stats.rows.images].flatten(2))
-
-    def report(self, stats: Stats) -> dict[str, Tensor]:
-        return {} if self.keep is None else {"wanted": self.count.max().repeat(self.context.depth)}
-
-    def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
-        if report:
-            self.kept = stats.scale, report
 
     def activation(self, image: int) -> Activation:
         return Activation(scale=self.first + 1, reason="fixed")

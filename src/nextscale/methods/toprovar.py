@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,11 +13,9 @@ from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.residual import store_chosen
-from nextscale.methods.selection import Selection, keep_highest
+from nextscale.methods.selection import Selection, for_rows, keep_highest
 from nextscale.run import Rows
 from nextscale.schedule import Scale
-
-MARGIN = 1.1  # room for more tokens than the share of the scale before
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class ToProVARPolicy(CachedPolicy):
         super().__init__(context, "residual", method.restore_mode, self.landmark, method.uncomputed)
         self.method = method
         self.dominance: dict[int, Tensor] = {}  # per image [depth]: first over second singular value of the map
-        self.kept: tuple[Scale, Mapping[str, Numbers]] | None = None  # the newest reduced scale, and what it reported
         self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
         self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Numbers]]] = []
         self.rho: dict[tuple[int, int], float] = {}  # image, scale
@@ -85,15 +82,7 @@ class ToProVARPolicy(CachedPolicy):
             n = scale.tokens
             order = torch.rand(n, generator=torch.Generator().manual_seed(n), dtype=torch.float32)
             self.told(f"order {n}", order.double())
-        return self.plan(scale, needs=needs, slots=self._slots(scale), variant="reduced")
-
-    def _slots(self, scale: Scale) -> tuple[int, ...]:
-        """Room for what each layer will keep, if that is about the share of the scale before."""
-        if self.kept is None:
-            return (scale.tokens,) * self.context.depth
-        before, report = self.kept
-        shares = (tokens / before.tokens * MARGIN for tokens in report["wanted"].tolist())
-        return tuple(min(math.ceil(share * scale.tokens), scale.tokens) for share in shares)
+        return self.plan(scale, needs=needs, variant="reduced")
 
     def _read(self) -> None:
         for scale, images, report in self.pending:
@@ -118,8 +107,6 @@ class ToProVARPolicy(CachedPolicy):
 
     def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
         rows, scale = stats.rows, stats.scale
-        if not layer:
-            self.counts: list[Tensor] = []  # of each layer, [B]
         if not any(self._active(image, scale) for image in rows.which):
             return None
         m, n = self.method, scale.tokens
@@ -135,10 +122,8 @@ class ToProVARPolicy(CachedPolicy):
         keep = 1 - (m.a_min + (m.a_max - m.a_min) * tendency).clamp(0, 1)
         count = keep.double().sum(1).round().long().clamp(1, n)
         count = torch.where(self.of_rows(rows, self.numbers["active"]) > 0, count, n)
-        self.counts.append(count)
         order = -tendency if m.token_stage else self.numbers[f"order {n}"].expand_as(tendency)
-        chosen = keep_highest(order, count, stats.slots[layer] if stats.slots else None)
-        return Selection(rows.spread(chosen.index), rows.spread(chosen.count))
+        return for_rows(rows, functools.partial(keep_highest, order, count))
 
     def _entropy(self, layer: int, stats: Stats) -> Tensor:
         """Attention entropy of every token, [B, N], as far as it is known before the layer has run."""
@@ -155,7 +140,7 @@ class ToProVARPolicy(CachedPolicy):
     def _store(self, layer: int, stats: Stats) -> None:
         entropy = stats.attention_entropy[layer][..., None]
         chosen = stats.chosen[layer]["self"]
-        own = None if chosen is None else Selection(chosen.index[: len(entropy)], chosen.count[: len(entropy)])
+        own = None if chosen is None else chosen.first(len(entropy))
         images = Rows(stats.rows.which, ())
         store_chosen(self.memory["entropy", layer], images, stats.scale.grid, own, entropy, self.method.restore_mode)
 
@@ -175,7 +160,7 @@ class ToProVARPolicy(CachedPolicy):
         self.stacked = stacked.transpose(0, 1).unflatten(2, scale.grid)  # [B, depth, h, w]
 
     def report(self, stats: Stats) -> dict[str, Tensor]:
-        told = {"wanted": torch.stack(self.counts).amax(1)} if self.counts else {}
+        told = {}
         if stats.attention_entropy:
             told["rho"] = self.low
             if stats.scale.index == self.landmark:
@@ -185,8 +170,6 @@ class ToProVARPolicy(CachedPolicy):
     def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
         if "rho" in report:
             self.pending.append((stats.scale, stats.rows.which, report))
-        if "wanted" in report:
-            self.kept = stats.scale, report
         if "maps" in report:  # singular values wait for the device, so they cannot be found inside a scale
             found = self._dominance(torch.as_tensor(report["maps"]))
             self.dominance.update(dict(zip(stats.rows.which, found, strict=True)))

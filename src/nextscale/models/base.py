@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from nextscale.kernels.attention import WIDTHS, fused
 from nextscale.kv import BlockCausal, Memory
 from nextscale.models.stream import Stream
 from nextscale.schedule import Scale, Schedule, Size
@@ -98,6 +99,12 @@ def through(
             block.answer(stream, memory.see(block.attn, block.ask(stream, given), positions, chosen), given)
         else:
             block.part(part, stream, given)
+
+
+def takes_packed(backbone: Backbone) -> bool:
+    """Whether there are kernels for its layers on tokens that lie packed. Float32 would lose digits there."""
+    half = backbone.dtype in (torch.bfloat16, torch.float16)
+    return fused is not None and backbone.device.type == "cuda" and half and backbone.head_dim in WIDTHS
 
 
 class Backbone(nn.Module, ABC):

@@ -17,16 +17,18 @@ from nextscale.errors import NextscaleError
 from nextscale.guidance import combine, ramp
 from nextscale.kernels.modulate import Norm
 from nextscale.kernels.parts import Parts
+from nextscale.kernels.ragged import ragged_gated
 from nextscale.kernels.rows import linear_for_sum
 from nextscale.models.base import Backbone, Block, State, per_row, shared
 from nextscale.models.infinity import TextCondition
-from nextscale.models.layers import SelfAttention, attention_biases, head_logits, rotate_half
+from nextscale.models.layers import SelfAttention, attention_biases, head_logits, linear, rotate_half
 from nextscale.models.residual_diffusion import STEPS, ResidualDiffusion, SinusoidEmbedding
 from nextscale.models.stream import Stream
 from nextscale.sampling import Drawn
 from nextscale.schedule import Scale, Schedule, Size, only_square
 
 if TYPE_CHECKING:
+    from nextscale.methods.selection import Packed
     from nextscale.run import Rows
     from nextscale.tokenizers.base import ImageTokenizer
 
@@ -99,8 +101,10 @@ class GatedMLP(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor | Parts:
-        return linear_for_sum(F.silu(self.gate(x)) * self.up(x), self.down)
+    def forward(self, x: Tensor, packed: Packed | None = None) -> Tensor | Parts:
+        gate, up = (linear(x, layer, packed, None) for layer in (self.gate, self.up))
+        gated = F.silu(gate) * up if packed is None else ragged_gated(gate, up, packed.start)
+        return linear_for_sum(gated, self.down, packed)
 
 
 class HARTBlock(Block):
@@ -112,13 +116,13 @@ class HARTBlock(Block):
 
     def ask(self, stream: Stream, given: Tensor) -> Tensor:
         """It is given the bias of its queries, keys and values."""
-        return self.attn.ask(stream.normed(self.norm.norm, self.attn.qkv), given)
+        return self.attn.ask(stream.normed(self.norm.norm, self.attn.qkv), given, stream.packed)
 
     def answer(self, stream: Stream, seen: Tensor, given: Tensor) -> None:
-        stream.add(self.attn.answer(seen))
+        stream.add(self.attn.answer(seen, stream.packed))
 
     def part(self, name: str, stream: Stream, given: Tensor) -> None:
-        stream.add(self.mlp(stream.normed(self.norm.norm, self.mlp.gate)))
+        stream.add(self.mlp(stream.normed(self.norm.norm, self.mlp.gate), stream.packed))
 
 
 class HART(Backbone):

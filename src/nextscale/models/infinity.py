@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,13 @@ from nextscale.kernels.modulate import Norm, add_to
 from nextscale.kernels.parts import Parts
 from nextscale.kernels.rows import linear_for_sum
 from nextscale.models.base import per_row, shared
-from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
+from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases, linear
 from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
 from nextscale.models.stream import Stream
 from nextscale.schedule import Grid, Scale, Schedule, Size, infinity_schedule, infinity_schedule_for_size
+
+if TYPE_CHECKING:
+    from nextscale.methods.selection import Packed
 
 
 @dataclass(frozen=True)
@@ -107,18 +110,24 @@ class TextAttention(nn.Module):
         return k, v
 
     def forward(
-        self, x: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
+        self,
+        x: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        lengths: Tensor | None = None,
+        packed: Packed | None = None,
     ) -> Tensor:
         """What x [R, K, C] sees of the text, of the same shape; None asks with the learned query and sees [R, 1, C]."""
         if x is None:
             q = self.query.to(k.dtype).expand(len(k), -1, -1).unsqueeze(2)
         else:
-            q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            q = linear(x, self.q, packed, self.q.bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         if self.rounded:
             q, k, v = (t.bfloat16().float() for t in (q, k, v))
         scale = 1 / math.sqrt(q.shape[-1])
-        if lengths is not None and runs_on(q):
-            out, _ = attend(q, k, v, scale, lengths, reads=None if self.rounded else reads(self.proj))
+        if lengths is not None and (packed is not None or runs_on(q)):
+            out, _ = attend(q, k, v, scale, lengths, reads=None if self.rounded else reads(self.proj), chosen=packed)
         else:
             out = attention(q, k, v, scale, mask)
         if self.rounded:
@@ -126,13 +135,19 @@ class TextAttention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
     def read(
-        self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Tensor | None = None
+        self,
+        x: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        lengths: Tensor | None = None,
+        packed: Packed | None = None,
     ) -> Tensor | Parts:
         """The same through the last layer, for a stream to add."""
-        known = lengths is not None or mask is None
+        known = packed is None and (lengths is not None or mask is None)
         if known and absorbs(x, k, self.q, self.proj):
             return attend_absorbed(x, self.q, self.proj, k, v, 1 / math.sqrt(k.shape[-1]), lengths)
-        return linear_for_sum(self(x, k, v, mask, lengths), self.proj)
+        return linear_for_sum(self(x, k, v, mask, lengths, packed), self.proj, packed)
 
 
 def key_biases(attns: Sequence[TextAttention]) -> list[Tensor]:
@@ -155,7 +170,7 @@ class InfinityBlock(ModulatedBlock):
         if name == "cross":
             norm = self.cross_norm
             normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.cross.q)
-            stream.add(self.cross.read(normed, given.keys, given.values, given.mask, given.lengths))
+            stream.add(self.cross.read(normed, given.keys, given.values, given.mask, given.lengths, stream.packed))
         else:
             super().part(name, stream, given)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,11 @@ from nextscale.kernels.exact import linear_exact
 from nextscale.kernels.fp8 import FP8Linear
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.parts import Parts
+from nextscale.kernels.ragged import multiplies, ragged_linear
 from nextscale.kernels.rows import linear_for_sum
+
+if TYPE_CHECKING:
+    from nextscale.methods.selection import Packed
 
 MAX_LOG_SCALE = math.log(100)
 
@@ -24,6 +29,13 @@ def head_logits(head: nn.Linear, h: Tensor, codes: Tensor | None) -> Tensor:
         return linear_exact(h, head)
     weight, bias = head.weight[codes], head.bias[codes]  # [R, n, C], [R, n]
     return torch.baddbmm(bias[:, None], h, weight.transpose(1, 2))
+
+
+def linear(x: Tensor, layer: nn.Linear | FP8Linear, packed: Packed | None, bias: Tensor | None) -> Tensor:
+    """Of x [R, K, C], or of tokens that lie packed; with this bias instead of the layer's own."""
+    if packed is not None and multiplies(x, layer):
+        return ragged_linear(x, layer, packed.start, bias)
+    return layer(x, bias) if isinstance(layer, FP8Linear) else F.linear(x, layer.weight, bias)
 
 
 class Modulation(nn.Sequential):
@@ -44,8 +56,8 @@ class MLP(nn.Module):
         self.fc1 = nn.Linear(width, hidden)
         self.fc2 = nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor) -> Tensor | Parts:
-        return linear_for_sum(linear_gelu(x, self.fc1, self.fc2), self.fc2)
+    def forward(self, x: Tensor, packed: Packed | None = None) -> Tensor | Parts:
+        return linear_for_sum(linear_gelu(x, self.fc1, self.fc2, packed), self.fc2, packed)
 
 
 def rotate_pairs(x: Tensor, positions: Tensor) -> Tensor:
@@ -78,11 +90,10 @@ class SelfAttention(nn.Module):
         self.pairs = rotate is rotate_pairs
         self.softmax_scale = 1.0 if cosine else 0.25 / math.sqrt(width // heads)
 
-    def ask(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def ask(self, x: Tensor, bias: Tensor | None = None, packed: Packed | None = None) -> Tensor:
         """Queries, keys and values side by side, [R, K, 3, H, D] of x [R, K, C]; `attention_biases` gives the bias."""
         bias = attention_biases([self])[0] if bias is None else bias
-        qkv = self.qkv(x, bias) if isinstance(self.qkv, FP8Linear) else F.linear(x, self.qkv.weight, bias)
-        return qkv.unflatten(-1, (3, self.heads, -1))
+        return linear(x, self.qkv, packed, bias).unflatten(-1, (3, self.heads, -1))
 
     def split(self, qkv: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Each [R, H, K, D]; queries and keys normalised and turned to their positions."""
@@ -94,9 +105,9 @@ class SelfAttention(nn.Module):
             q, k = self.rotate(q.float(), positions), self.rotate(k.float(), positions)
         return q.to(v.dtype), k.to(v.dtype), v
 
-    def answer(self, seen: Tensor) -> Tensor | Parts:
+    def answer(self, seen: Tensor, packed: Packed | None = None) -> Tensor | Parts:
         """What was seen [R, H, K, D] -> [R, K, C]."""
-        return linear_for_sum(seen.transpose(1, 2).flatten(2), self.proj)
+        return linear_for_sum(seen.transpose(1, 2).flatten(2), self.proj, packed)
 
 
 def attention_biases(attns: Sequence[SelfAttention]) -> list[Tensor]:

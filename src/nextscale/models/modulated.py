@@ -41,14 +41,16 @@ class ModulatedBlock(Block):
 
     def ask(self, stream: Stream, given: Any) -> Tensor:
         _, _, scale, _, shift, _ = given.modulation.unbind(2)
-        return self.attn.ask(stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.attn.qkv), given.bias)
+        normed = stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.attn.qkv)
+        return self.attn.ask(normed, given.bias, stream.packed)
 
     def answer(self, stream: Stream, seen: Tensor, given: Any) -> None:
-        stream.add(self.attn.answer(seen), given.modulation[:, :, 0])
+        stream.add(self.attn.answer(seen, stream.packed), given.modulation[:, :, 0])
 
     def part(self, name: str, stream: Stream, given: Any) -> None:
         _, gamma, _, scale, _, shift = given.modulation.unbind(2)
-        stream.add(self.mlp(stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.mlp.fc1)), gamma)
+        normed = stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.mlp.fc1)
+        stream.add(self.mlp(normed, stream.packed), gamma)
 
 
 class ModulatedBackbone(Backbone):

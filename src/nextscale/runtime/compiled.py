@@ -47,6 +47,7 @@ def compiled(function: Any, backend: str, **options: Any) -> Callable[..., Any]:
 
 class Compiled(Eager):
     name = "compiled"
+    packs = False  # a compiled block knows nothing of it
 
     def __init__(self, backend: str = "inductor") -> None:
         # Blocks of one class share their code: torch treats their weights as inputs.

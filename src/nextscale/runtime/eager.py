@@ -20,8 +20,8 @@ from nextscale.kernels.lens import Lens, looks
 from nextscale.kv import LayerCache, Memory, WatchedCache, count_lengths
 from nextscale.methods.base import Numbers, Policy, ScalePlan, Stats
 from nextscale.methods.checks import check_completed, check_report, check_selection, check_states
-from nextscale.methods.selection import Selection
-from nextscale.models.base import Backbone, through
+from nextscale.methods.selection import Packed, Selection
+from nextscale.models.base import Backbone, takes_packed, through
 from nextscale.models.stream import Stream
 from nextscale.run import Rows, Run, not_finite
 from nextscale.sampling import Sampling, sample
@@ -73,7 +73,6 @@ class Step:
 
 class Eager:
     name = "eager"
-    slots: tuple[int, ...] = ()  # room for the tokens of each layer; () = as many as it keeps
     overwrites = False  # whether the next scale writes into the tensors of a Step
     text_slots = 1  # prompts are padded to a multiple of it
     through = staticmethod(through)
@@ -117,6 +116,22 @@ class Eager:
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
         """Maps [B, d, H, W] -> pictures [B, 3, H, W] in [-1, 1]."""
         return tokenizer.decode(features)
+
+    packs = True  # whether tokens that a method keeps may lie packed
+
+    def laid_out(self, chosen: Selection, backbone: Backbone, tokens: int) -> Selection:
+        """As the blocks take it: packed where there are kernels for that. Elsewhere rows are padded to the longest."""
+        packs = self.packs and takes_packed(backbone)
+        if packs and not isinstance(chosen, Packed):
+            chosen = Packed.of_mask(chosen.mask(tokens))
+        if isinstance(chosen, Packed) and not self.is_capturing:
+            chosen = chosen.known()
+        return chosen if packs or not isinstance(chosen, Packed) else Selection(chosen.index, chosen.count)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether nothing may be waited for."""
+        return False
 
     def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
         """From the maps so far [b, d, H, W] of the images that run to those with this scale in them."""
@@ -165,7 +180,7 @@ class Eager:
             return self.head(backbone, state, hidden[: rows.images], codes)  # conditional rows come first
 
         chosen_by_layer: list[dict[str, Selection | None]] = []
-        stats = Stats(scale, rows, lens, chosen_by_layer, slots=self.slots, token_entropy=self.token_entropy)
+        stats = Stats(scale, rows, lens, chosen_by_layer, token_entropy=self.token_entropy)
         stats.fast_lens = self.fast_lens(backbone, state, rows.images, x)
         positions = backbone.positions(state, scale)
         # Context tokens stand in front of the first scale: they are always computed, and methods do not see them.
@@ -184,9 +199,11 @@ class Eager:
                     continue
                 x = stream.sum
                 chosen = policy.select(layer, group, x[:, before:], stats)
+                through = None
                 if chosen is not None:
                     check_selection(policy, chosen, x[:, before:])
-                through = None if chosen is None else chosen.behind(before)
+                    chosen = self.laid_out(chosen, backbone, scale.tokens)
+                    through = chosen.behind(before)
                 stream = Stream(x, through)
                 with nullcontext() if chosen is None else fresh_shapes(x.device):
                     self.through(block, group, stream, given, positions, memory, through)
@@ -196,7 +213,7 @@ class Eager:
                     check_states(policy, "fill", filled, x)
                     stream = Stream(filled)
                     continue
-                y = stream.sum
+                y = stream.sum if not isinstance(through, Packed) else through.padded(stream.sum)
                 filled = policy.fill(layer, group, x[:, before:], chosen, y[:, before:], stats)
                 check_states(policy, "fill", filled, x[:, before:])
                 stream = Stream(torch.cat((y[:, :before], filled), dim=1))

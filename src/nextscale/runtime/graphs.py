@@ -3,9 +3,8 @@
 A graph reads and writes fixed places. They belong to a `Program`, one for every shape of call and method: state, KV
 cache, maps, random numbers and what the method remembers are put there, graphs are replayed, results are copied out.
 
-A method may keep another number of tokens in every layer and picture. A graph has room for some in each layer, its
-`slots`; what is left of it is padding. How many are needed is guessed before, and a graph is taken that has enough room
-and not much more; if a layer wanted more, the scale is run again with another.
+A method may keep another number of tokens in every layer and picture. A graph does not know how many: kernels read that
+on the device. So there is one for each scale, whatever is decided.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import copy
 import dataclasses
 import logging
 import math
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -24,15 +22,14 @@ from torch import Tensor, nn
 from nextscale.draws import PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.base import Stats
-from nextscale.models.base import Backbone
+from nextscale.models.base import Backbone, takes_packed
 from nextscale.offload import set_aside
 from nextscale.packing import pack
 from nextscale.run import Run, not_finite
 from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Task, Work
-from nextscale.runtime.program import SHARE, Inputs, Program
-from nextscale.runtime.recorded import Captured, Capturing, Chosen, Pieces, Recorded, Report, Told, Used
-from nextscale.runtime.shelf import Shelf, Slots
+from nextscale.runtime.program import Inputs, Program
+from nextscale.runtime.recorded import Captured, Capturing, Chosen, Pieces, Recorded, Report, Told
 from nextscale.schedule import Scale
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -56,10 +53,8 @@ class Graphs(Eager):
         self.reason = ""  # why this call is not captured
         self.apart = False  # pictures of this call have run different scales
         self.ran: list[tuple[Scale, Captured]] = []  # captured scales of this call
-        # What the newest of them left in the method's memory and in the caches.
-        self.newest: tuple[dict[Hashable, Any], tuple[Used, ...], int] | None = None
+        self.state: int | None = None  # where the newest of them left what the method remembers
         self.reports: list[Report] = []  # of them
-        self.scales = self.again = 0  # reduced scales that were run, and those that needed more room
         self.captured = 0  # scales
         self.capturing: Capturing | None = None
 
@@ -68,7 +63,7 @@ class Graphs(Eager):
             report.read()
         self.ran.clear()
         self.reports.clear()
-        self.newest = None
+        self.state = None
         self.apart, self.reason = False, why_not(work)
         if self.reason:
             logger.info("no CUDA graphs: %s", self.reason)
@@ -82,13 +77,7 @@ class Graphs(Eager):
             set_aside(work.tokenizer.encoder)  # `encode` fetches it
             pack(large_parts(work.backbone))
             run = super().open(work, inputs, images, guided)
-            tokens = work.backbone.context + work.schedule.tokens
-            if work.policy.passive:
-                self.program = Program(work, inputs, run)
-                self.program.settle([tokens] * work.backbone.depth)
-            else:
-                run.reserve(math.ceil(SHARE * tokens))
-                self.program = Program(work, inputs, run)
+            self.program = Program(work, inputs, run)
             self.program.beginning = self.record_state(work, self.program)
         self.programs[key] = self.program
         return self.program.load(work, inputs, images, guided)
@@ -121,67 +110,35 @@ class Graphs(Eager):
         # What a method remembers of pictures that rest lies anywhere: from then on nothing can be captured.
         self.apart |= some and not work.policy.passive
         if self.reason or program is None or some or self.apart:
-            self.slots, self.newest = (), None
+            self.state = None
             if program is not None and not self.reason:  # some pictures rest: their rows of the cache are kept
                 program.numbers.put(scale.index)
                 program.numbers.fetch(scale.index)
-                room = room_for_all(work, scale)
-                program.make_room(room, kv)
-                program.used = list(map(operator.add, program.used, room))
             return super().run_scale(work, task, features, kv)
         if features is not program.features:
             program.features.copy_(features)
         program.draws.refill(scale.index, range(len(features)))
         program.numbers.put(scale.index)
-        remembered, used, state = self.newest or (program.memory.entries(), tuple(used_of(kv)), program.state())
-        told = tuple(program.numbers.told)
-        key = (scale.index, task.rows, plan.variant, plan.needs, used, state, told, work.watched)
-        need = plan.slots
-        self.scales += bool(need)
-        while True:
-            captured, room = self.find(program, work, task, kv, key, need)
-            step = self.replay(program, work, task, kv, captured)
-            wanted = list(map(int, step.report["wanted"].tolist())) if need else list(room)
-            if all(map(operator.le, wanted, room)):
-                break
-            self.again += 1
-            program.go_back()
-            program.memory.remember(remembered)
-            use(kv, used)
-            need = tuple(map(max, wanted, need))
-        if ends(work, task):
-            program.longest = max(wanted)
-        else:
-            program.used = list(map(operator.add, program.used, wanted))
+        for cache in kv:
+            cache.used = used_of(cache, work, scale)
+        state = program.state() if self.state is None else self.state
+        place = kv[0].used, state, tuple(program.numbers.told)
+        key = (scale.index, task.rows, plan.variant, plan.needs, place, work.watched)
+        captured = program.graphs.get(key)
+        if captured is None:
+            captured = program.graphs[key] = self.capture(program, work, task, kv)
         self.ran.append((scale, captured))
-        return step
-
-    def find(
-        self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], key: tuple[Any, ...], need: Slots
-    ) -> tuple[Captured, Slots]:
-        """A graph of this scale that has room for what layers need, and its room."""
-        scale, last = task.scale, ends(work, task)
-        while True:
-            shelf = program.shelves.setdefault(key, Shelf(task.rows.images))
-            self.slots = shelf.slots(need, program.left(last), scale.tokens)
-            room = self.slots or room_for_all(work, scale)
-            if not (program.make_tail(max(room), scale.index) if last else program.make_room(room, kv)):
-                break
-        if self.slots not in shelf.graphs:
-            program.save()
-            shelf.graphs[self.slots] = self.capture(program, work, task, kv)
-        return shelf.graphs[self.slots], room
+        return self.replay(program, work, task, kv, captured)
 
     def replay(self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], captured: Captured) -> Step:
         scale, made = task.scale, captured.made
         captured.graph.replay()
-        # While the device is at work: the numbers of the next scale, what has to outlive this one, and all else that
-        # need not wait for its report.
+        # While the device is at work: the numbers of the next scale, and what has to outlive this one.
         program.draws.refill(scale.index + 1, range(len(program.features)))
-        work.policy.meanwhile()
         program.memory.remember(made.memory)
-        use(kv, made.kv)
-        self.newest = made.memory, made.kv, made.state
+        for cache in kv:
+            cache.used += tokens_of(work, scale)
+        self.state = made.state
         self.reports.append(Report(made.told, captured.graph.wait))
         chosen, before = made.chosen.copied(), made.step.stats
         return dataclasses.replace(
@@ -198,17 +155,16 @@ class Graphs(Eager):
             k, v = (t[: len(kv[0].k)] for t in program.tail)
             for cache in kv:
                 cache.tail = k, v
-        before, remembered = used_of(kv), program.memory.entries()
+        used, remembered = kv[0].used, program.memory.entries()
         work = dataclasses.replace(work, draws=program.draws)
         told: Told | None = None
 
         def run(pieces: Pieces | None = None) -> Recorded:
             nonlocal told
-            if task.plan.slots:
-                program.save()  # there may be too little room
             program.numbers.fetch(task.scale.index)
             program.memory.remember(remembered)
-            use(kv, before)
+            for cache in kv:
+                cache.used = used
             self.capturing = Capturing(pieces, told)
             try:
                 step = super(Graphs, self).run_scale(work, task, program.features, kv)
@@ -221,9 +177,10 @@ class Graphs(Eager):
                 nothing = step.logits.new_empty(0)
                 step = dataclasses.replace(step, logits=nothing, raw=nothing, hidden=nothing)
             memory, state = program.memory.entries(), program.state()
-            return Recorded(step, Chosen.of(step.stats.chosen), told, memory, tuple(used_of(kv)), state)
+            return Recorded(step, Chosen.of(step.stats.chosen, task.scale.tokens), told, memory, state)
 
         self.captured += 1
+        program.save()
         graph, made = self.record(run, program)
         program.memory.remember(remembered)  # nothing has been run yet
         return Captured(graph, made)
@@ -252,6 +209,10 @@ class Graphs(Eager):
         self.ran.clear()
         self.reports.clear()  # an unread one knows its graph
 
+    @property
+    def is_capturing(self) -> bool:
+        return self.capturing is not None
+
     def layer_done(self, layer: int) -> None:
         if self.capturing is not None and self.capturing.pieces is not None and layer in CUTS:
             self.capturing.pieces.cut()
@@ -272,7 +233,7 @@ class Graphs(Eager):
         if program is None or features.shape != program.features.shape or not features.is_cuda:
             return self.fast_decode(tokenizer, features)
         if program.decoding is None:
-            if not program.settled:  # nothing was captured, and nothing will be gained
+            if not program.graphs:  # nothing was captured, and nothing will be gained
                 return self.fast_decode(tokenizer, features)
             program.decoding = self.record_decoding(program, tokenizer, features)
         graph, place, pictures = program.decoding
@@ -294,15 +255,8 @@ class Graphs(Eager):
                 pictures.copy_(self.fast_decode(tokenizer, place))
         torch.cuda.synchronize()
         if program.arena.memory.data_ptr() != before:  # the caches did not come back to where they were
-            program.shelves.clear()
+            program.graphs.clear()
         return graph, place, pictures
-
-    def close(self, work: Work, run: Run) -> None:
-        if not self.ran or self.program is None:
-            return
-        if not self.program.settled:
-            run.kv.clear()
-            self.program.settle(self.program.needed())
 
     def check(self, backbone: Backbone) -> None:
         for scale, captured in self.ran:
@@ -310,11 +264,6 @@ class Graphs(Eager):
             guided, raw = captured.made.told.largest
             if not math.isfinite(guided):
                 raise not_finite(math.isfinite(raw), scale, backbone)
-
-
-def room_for_all(work: Work, scale: Scale) -> Slots:
-    """In every layer."""
-    return (scale.tokens + (0 if scale.index else work.backbone.context),) * work.backbone.depth
 
 
 def is_scarce(device: torch.device) -> bool:
@@ -329,18 +278,18 @@ def large_parts(backbone: Backbone) -> list[nn.Module]:
 
 
 def ends(work: Work, task: Task) -> bool:
-    """Whether no layer has to keep what it stores: nobody reads it later, nor asks how attention was spread."""
-    return task.scale.index == len(work.schedule) - 1 and bool(task.plan.slots) and not task.plan.needs
+    """Whether no layer has to keep what it stores: nobody reads it later."""
+    return task.scale.index == len(work.schedule) - 1 and not work.policy.passive
 
 
-def used_of(kv: Sequence[LayerCache]) -> list[Used]:
-    return [(0, True) if cache.length is not None else (cache.used, False) for cache in kv]
+def tokens_of(work: Work, scale: Scale) -> int:
+    """That a row has at most."""
+    return scale.tokens + (0 if scale.index else work.backbone.context)
 
 
-def use(kv: Sequence[LayerCache], used: Sequence[Used]) -> None:
-    """What the host knows of a cache whose scale was run by a graph. Of rows that differ, only the device does."""
-    for cache, (slots, ragged) in zip(kv, used, strict=True):
-        cache.used, cache.length = slots, cache.length_place if ragged else None
+def used_of(cache: LayerCache, work: Work, scale: Scale) -> int:
+    """Places of a cache that may be used before a scale. Where rows differ only the device knows how many are."""
+    return cache.used if cache.length is None else scale.start + (work.backbone.context if scale.index else 0)
 
 
 def why_not(work: Work) -> str:
@@ -353,4 +302,6 @@ def why_not(work: Work) -> str:
         return "the method waits for the device inside a scale"
     if not work.policy.passive and work.policy.method is None:
         return "the policy does not say its method"
+    if not work.policy.passive and work.backbone.device.type == "cuda" and not takes_packed(work.backbone):
+        return "layers in float32, or with heads of this width, have no kernels for tokens that a method keeps"
     return ""

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from nextscale.kernels.host import carry
 from nextscale.methods.base import Choices, Numbers
-from nextscale.methods.selection import Selection
+from nextscale.methods.selection import Packed, Selection
 from nextscale.runtime.eager import Step
 
 SHORT = 4096  # numbers of a report
-Used = tuple[int, bool]  # slots of a layer's cache that the host knows to be used, and whether its rows differ
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Recorded:
     chosen: Chosen
     told: Told
     memory: dict[Hashable, Any]  # of the policy
-    kv: tuple[Used, ...]
     state: int  # of the memory: where it lies
 
 
@@ -45,27 +43,22 @@ class Captured:
 class Chosen:
     """The selections of all layers, each stored once."""
 
-    index: Tensor | None  # [R, K of all selections]
-    count: Tensor | None  # [selections, R]
-    sizes: list[int]  # K of each
+    masks: Tensor | None  # of every one [selections, R, N], True where a cell was chosen
     which: list[dict[str, int | None]]  # per layer and part; None = all tokens
 
     @classmethod
-    def of(cls, chosen: Choices) -> Chosen:
+    def of(cls, chosen: Choices, tokens: int) -> Chosen:
         distinct = {id(c): c for parts in chosen for c in parts.values() if c is not None}
         number = {key: n for n, key in enumerate(distinct)}
         which = [{p: None if c is None else number[id(c)] for p, c in parts.items()} for parts in chosen]
-        if not distinct:
-            return cls(None, None, [], which)
-        index = torch.cat([c.index for c in distinct.values()], dim=1)
-        count = torch.stack([c.count for c in distinct.values()])
-        return cls(index, count, [c.index.shape[1] for c in distinct.values()], which)
+        packed = [c.slot for c in distinct.values() if isinstance(c, Packed)]
+        if len(packed) == len(distinct) > 0:
+            return cls(torch.stack(packed) >= 0, which)
+        return cls(torch.stack([c.mask(tokens) for c in distinct.values()]) if distinct else None, which)
 
     def copied(self) -> Kept:
         """For the trace, which must outlive the next replay."""
-        if self.index is None or self.count is None:
-            return Kept(self)
-        return Kept(replace(self, index=self.index.clone(), count=self.count.clone()))
+        return Kept(self if self.masks is None else replace(self, masks=self.masks.clone()))
 
 
 class Kept(Choices):
@@ -76,10 +69,9 @@ class Kept(Choices):
 
     @functools.cached_property
     def layers(self) -> list[dict[str, Selection | None]]:
-        c, made = self.chosen, []
-        if c.index is not None and c.count is not None:
-            made = [Selection(i, n) for i, n in zip(c.index.split(c.sizes, dim=1), c.count, strict=True)]
-        return [{p: None if n is None else made[n] for p, n in parts.items()} for parts in c.which]
+        masks = self.chosen.masks
+        made = [] if masks is None else [Packed.of_mask(mask) for mask in masks]
+        return [{p: None if n is None else made[n] for p, n in parts.items()} for parts in self.chosen.which]
 
     def __len__(self) -> int:
         return len(self.chosen.which)
