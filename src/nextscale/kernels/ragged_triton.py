@@ -1,0 +1,358 @@
+"""As many programs as the GPU has processors take tiles of the result, one after the other; how large tiles are, and
+whether programs share the input channels of one, each of them finds out from the number of tokens.
+
+Programs that share a tile write what they have summed; the last one adds it up, always in the same order.
+"""
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+if TYPE_CHECKING:
+    from nextscale.kernels.fp8 import Reads
+
+from nextscale.kernels.fp8_triton import as_read
+
+# Tiles of 64 x 64 tokens and output channels, of 128 x 128, and of 128 x 256.
+FEW, MANY, WIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+MOST_PARTS = tl.constexpr(8)
+LARGEST = 128 * 256  # numbers of a tile
+BLOCK = 4096  # numbers that a program takes at once where nothing is multiplied
+ANY = -1
+
+
+def fused_product(
+    x: Tensor,
+    weight: Tensor,
+    by: float,
+    bias: Tensor | None,
+    start: Tensor,
+    reads: Reads,
+    gelu: bool,
+    programs: int,
+    arrived: Tensor,
+    tma: bool,
+    way: int = ANY,
+) -> Tensor:
+    """[1, T, N] of x [1, T, K], times `by`, plus the bias; `arrived` is zero, and so it is afterwards. `way`: a place
+    in the list of `_cheapest`, for those who compare them."""
+    tokens, into = x.shape[1:]
+    out = len(weight)
+    y = torch.empty(1, tokens, out, dtype=reads.dtype, device=x.device)
+    if not tokens:
+        return y
+    small = x.element_size() == 1
+    deep, few_deep = (128, 128) if small else (64, 128)
+    flat, weight = x[0].contiguous(), weight.contiguous()
+    fetched: list[Any] = [None] * 7
+    if tma:  # the GPU fetches tiles by itself; one description for each shape of them
+        fetched = [
+            TensorDescriptor.from_tensor(flat, [64, few_deep]),
+            TensorDescriptor.from_tensor(flat, [128, deep]),
+            TensorDescriptor.from_tensor(weight, [64, few_deep]),
+            TensorDescriptor.from_tensor(weight, [128, deep]),
+            TensorDescriptor.from_tensor(weight, [256, deep]),
+            TensorDescriptor.from_tensor(y[0], [128, 128]),
+            TensorDescriptor.from_tensor(y[0], [128, 256]),
+        ]
+    _product[(programs,)](
+        *fetched,
+        flat,
+        weight,
+        y,
+        flat if bias is None else bias.contiguous(),
+        start,
+        torch.empty(programs * LARGEST, dtype=torch.float32, device=x.device),
+        arrived,
+        by,
+        reads.by,
+        len(start) - 1,
+        tokens,
+        out,
+        into,
+        way,
+        BIAS=bias is not None,
+        GELU=gelu,
+        TMA=tma,
+        DEEP=deep,
+        FEW_DEEP=few_deep,
+        # Few tokens wait for memory: what is on its way must be as much in 8 bits.
+        FEW_STAGES=(6 if small else 4) if tma else 3,
+        num_warps=8,
+        num_stages=3,
+    )
+    return y
+
+
+def fused_gated(gate: Tensor, up: Tensor | None, start: Tensor, reads: Reads, programs: int) -> Tensor:
+    """silu(gate) * up, or without `up` the first alone as it is, [1, T, N], as a layer reads it."""
+    y = torch.empty(gate.shape, dtype=reads.dtype, device=gate.device)
+    if not y.numel():
+        return y
+    _gated[(4 * programs,)](
+        gate.contiguous(),
+        gate if up is None else up.contiguous(),
+        y,
+        start,
+        reads.by,
+        len(start) - 1,
+        *gate.shape[1:],
+        GATED=up is not None,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["last", "capacity", "way"])
+def _product(
+    few_x,
+    x,
+    few_weight,
+    weight,
+    wide_weight,
+    y,
+    wide_y,
+    x_at,
+    weight_at,
+    y_at,
+    bias_at,
+    start_at,
+    sums_at,
+    arrived_at,
+    by,
+    y_by,
+    last,
+    capacity,
+    out,
+    into,
+    way,
+    BIAS: tl.constexpr,
+    GELU: tl.constexpr,
+    TMA: tl.constexpr,
+    DEEP: tl.constexpr,
+    FEW_DEEP: tl.constexpr,
+    FEW_STAGES: tl.constexpr,
+):
+    tl.assume(into > 0)
+    total = tl.minimum(tl.load(start_at + last), capacity)
+    best = _cheapest(total, out, into, way, TMA, x_at.dtype.element_ty.primitive_bitwidth, DEEP, FEW_DEEP)
+    size, parts = best // MOST_PARTS, best % MOST_PARTS + 1
+    at = x_at, weight_at, y_at, bias_at, sums_at, arrived_at
+    numbers = total, out, into, by, y_by, parts
+    if size == FEW:
+        # One loop for both: with few tokens hardly any program takes a second tile.
+        _shared(few_x, few_weight, *at, *numbers, BIAS, GELU, TMA, 64, 64, FEW_DEEP, FEW_STAGES)
+    elif size == MANY:
+        if parts == 1:
+            _whole(x, weight, y, *at, *numbers, BIAS, GELU, TMA, 128, 128, DEEP)
+        else:
+            _shared(x, weight, *at, *numbers, BIAS, GELU, TMA, 128, 128, DEEP, 3)
+    elif TMA:
+        if parts == 1:
+            _whole(x, wide_weight, wide_y, *at, *numbers, BIAS, GELU, TMA, 128, 256, DEEP)
+        else:
+            _shared(x, wide_weight, *at, *numbers, BIAS, GELU, TMA, 128, 256, DEEP, 3)
+
+
+@triton.jit
+def _cheapest(total, out, into, way, TMA: tl.constexpr, BITS: tl.constexpr, DEEP: tl.constexpr, FEW_DEEP: tl.constexpr):
+    """The way to multiply that takes least time: size of the tiles * MOST_PARTS + parts - 1. All are compared at once,
+    a thread each. Microseconds are those of an H200."""
+    each = tl.arange(0, 4 * MOST_PARTS)
+    size, parts = each // MOST_PARTS, each % MOST_PARTS + 1
+    few, many = size == FEW, size == MANY
+    rows, width = tl.where(few, 64, 128), tl.where(few, 64, tl.where(many, 128, 256))
+    tiles = ((total + rows - 1) // rows) * ((out + width - 1) // width)
+    programs = tl.num_programs(0)
+    rounds = (tiles * parts + programs - 1) // programs
+    # For 2048 channels in 16 bits; and to write a part, and read all of them.
+    cost = tl.where(few, 9.4, tl.where(many, 17.0, 27.0)) * (into * BITS / (2048.0 * 16))
+    write = tl.where(few, 0.8, 1.0)
+    read = tl.where(few, 0.2, tl.where(many, 0.7, 1.3))
+    cost = cost / parts + tl.where(parts > 1, write + read * parts, 0.0)
+    # A program shares one tile at most: so sums have a place for every program, and nobody waits for a second round.
+    steps = (into + tl.where(few, FEW_DEEP, DEEP) - 1) // tl.where(few, FEW_DEEP, DEEP)
+    fits = (parts == 1) | ((tiles * parts <= programs) & (parts <= steps))
+    # Before Hopper, tiles of 256 channels need more memory than there is.
+    fits &= size <= (WIDE if TMA else MANY)
+    # What takes long with few tokens is reading the weights, and small tiles read them with most programs.
+    wanted = tl.where(way < 0, few | (total > 64), each == way)
+    return tl.argmin(tl.where(fits & wanted, rounds * cost, float("inf")), 0)
+
+
+@triton.jit
+def _whole(
+    x,
+    weight,
+    y,
+    x_at,
+    weight_at,
+    y_at,
+    bias_at,
+    sums_at,
+    arrived_at,
+    total,
+    out,
+    into,
+    by,
+    y_by,
+    parts,
+    BIAS: tl.constexpr,
+    GELU: tl.constexpr,
+    TMA: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEEP: tl.constexpr,
+):
+    """Tiles one after the other; while one is written, the next is on its way."""
+    down, across = tl.cdiv(total, ROWS), tl.cdiv(out, WIDTH)
+    programs, done = tl.num_programs(0), tl.program_id(0)
+    for tile in tl.range(tl.program_id(0), down * across, programs, flatten=True):
+        row, channel = _place(tile, down, across, ROWS, WIDTH)
+        sums = tl.zeros((ROWS, WIDTH), tl.float32)
+        for source in tl.range(0, into, DEEP):
+            a = _tile(x, x_at, row, total, source, into, ROWS, DEEP, TMA)
+            b = _tile(weight, weight_at, channel, out, source, into, WIDTH, DEEP, TMA)
+            sums = tl.dot(a, b.T, sums)
+        # Counted once more, so that what is written does not keep back what is fetched.
+        row, channel = _place(done, down, across, ROWS, WIDTH)
+        done += programs
+        result = _finished(sums, by, bias_at, channel, out, y_by, y_at.dtype.element_ty, BIAS, GELU, WIDTH)
+        if TMA:  # writes behind the last token, too, where nobody reads, but never beside the tensor
+            y.store([row, channel], result)
+        else:
+            _write(y_at, result, row, total, channel, out, ROWS, WIDTH)
+
+
+@triton.jit
+def _shared(
+    x,
+    weight,
+    x_at,
+    weight_at,
+    y_at,
+    bias_at,
+    sums_at,
+    arrived_at,
+    total,
+    out,
+    into,
+    by,
+    y_by,
+    parts,
+    BIAS: tl.constexpr,
+    GELU: tl.constexpr,
+    TMA: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Parts of tiles; whoever of a tile's programs comes last adds them up."""
+    CHUNK: tl.constexpr = 64  # channels that are added up at once, for there are only so many registers
+    down, across = tl.cdiv(total, ROWS), tl.cdiv(out, WIDTH)
+    tiles, steps = down * across, tl.cdiv(into, DEEP)
+    for item in range(tl.program_id(0), tiles * parts, tl.num_programs(0)):
+        tile, part = item % tiles, item // tiles
+        row, channel = _place(tile, down, across, ROWS, WIDTH)
+        sums = tl.zeros((ROWS, WIDTH), tl.float32)
+        for step in tl.range(part * steps // parts, (part + 1) * steps // parts, num_stages=STAGES):
+            a = _tile(x, x_at, row, total, step * DEEP, into, ROWS, DEEP, TMA)
+            b = _tile(weight, weight_at, channel, out, step * DEEP, into, WIDTH, DEEP, TMA)
+            sums = tl.dot(a, b.T, sums)
+        if parts == 1:
+            result = _finished(sums, by, bias_at, channel, out, y_by, y_at.dtype.element_ty, BIAS, GELU, WIDTH)
+            _write(y_at, result, row, total, channel, out, ROWS, WIDTH)
+        else:
+            inside = tl.arange(0, ROWS)
+            real = (row + inside < total)[:, None]
+            to = sums_at + item * (ROWS * WIDTH) + inside[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+            tl.store(to, sums, mask=real)
+            tl.debug_barrier()  # all threads have written before one says so
+            before = tl.atomic_add(arrived_at + tile, 1, sem="acq_rel")
+            if before == parts - 1:
+                for first in range(0, WIDTH, CHUNK):
+                    place = tile * (ROWS * WIDTH) + inside[:, None] * WIDTH + first + tl.arange(0, CHUNK)[None, :]
+                    added = tl.zeros((ROWS, CHUNK), tl.float32)
+                    for other in tl.range(0, parts, loop_unroll_factor=4):  # so that loads do not wait for sums
+                        # Not from the cache of this processor, which does not hear of others.
+                        added += tl.load(
+                            sums_at + other * tiles * (ROWS * WIDTH) + place, mask=real, other=0.0, cache_modifier=".cg"
+                        )
+                    dtype: tl.constexpr = y_at.dtype.element_ty
+                    result = _finished(added, by, bias_at, channel + first, out, y_by, dtype, BIAS, GELU, CHUNK)
+                    _write(y_at, result, row, total, channel + first, out, ROWS, CHUNK)
+                tl.store(arrived_at + tile, 0)  # for the next call
+
+
+@triton.jit
+def _place(tile, down, across, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The first token and channel of a tile. Those of a while share tokens and weights: 16 tiles of tokens at most,
+    then the next channels."""
+    GROUP: tl.constexpr = 16
+    before = tile // (GROUP * across) * GROUP
+    there = tl.minimum(down - before, GROUP)
+    inside = tile % (GROUP * across)
+    return (before + inside % there) * ROWS, inside // there * WIDTH
+
+
+@triton.jit
+def _tile(fetched, at, row, rows, channel, into, ROWS: tl.constexpr, DEEP: tl.constexpr, TMA: tl.constexpr):
+    """[ROWS, DEEP] of a matrix with so many rows. What is behind the last token may be anything: it stays in its
+    row."""
+    if TMA:
+        return fetched.load([row, channel])
+    rank = row + tl.arange(0, ROWS)
+    source = channel + tl.arange(0, DEEP)
+    place = at + rank[:, None].to(tl.int64) * into + source[None, :]
+    return tl.load(place, mask=(rank < rows)[:, None] & (source < into)[None, :], other=0.0)
+
+
+@triton.jit
+def _finished(
+    sums,
+    by,
+    bias_at,
+    channel,
+    out,
+    y_by,
+    dtype: tl.constexpr,
+    BIAS: tl.constexpr,
+    GELU: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    result = sums * by
+    if BIAS:
+        channels = channel + tl.arange(0, WIDTH)
+        result += tl.load(bias_at + channels, mask=channels < out, other=0.0).to(tl.float32)[None, :]
+    if GELU:  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+        result *= tl.sigmoid(1.5957691216057308 * (result + 0.044715 * result * result * result))
+    return as_read(result, y_by, dtype)
+
+
+@triton.jit
+def _write(y_at, result, row, total, channel, out, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    rank = row + tl.arange(0, ROWS)
+    channels = channel + tl.arange(0, WIDTH)
+    place = y_at + rank[:, None].to(tl.int64) * out + channels[None, :]
+    tl.store(place, result, mask=(rank < total)[:, None] & (channels < out)[None, :])
+
+
+@triton.jit(do_not_specialize=["last", "capacity"])
+def _gated(gate_at, up_at, y_at, start_at, by, last, capacity, width, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    count = tl.minimum(tl.load(start_at + last), capacity).to(tl.int64) * width
+    for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+        real = at < count
+        result = tl.load(gate_at + at, mask=real, other=0.0).to(tl.float32)
+        if GATED:
+            result *= tl.sigmoid(result) * tl.load(up_at + at, mask=real, other=0.0).to(tl.float32)
+        tl.store(y_at + at, as_read(result, by, y_at.dtype.element_ty), mask=real)

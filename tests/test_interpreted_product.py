@@ -1,0 +1,271 @@
+"""Linear layers of packed tokens, in Triton's interpreter against plain numpy.
+
+No tokens, one, a tile, one more, all there is room for; every size of tiles, alone and shared; what lies behind the
+last token is NaN. Products are of float16: the interpreter takes bfloat16 for whole numbers there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fences import fenced, fences, some
+from nextscale.kernels import ragged, ragged_triton
+from nextscale.kernels.fp8 import FORMAT, FP8Linear
+from nextscale.kernels.ragged import ragged_gated, ragged_linear, ragged_rounded
+from plain import Array, close, eight_bits, gelu, plain, sigmoid
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+ROOM = 260
+TOTALS = [0, 1, 2, 63, 64, 65, 130, 200, ROOM]
+WIDE = 2 * 8  # the first place of tiles of 256 channels in the list of ways
+
+
+@pytest.fixture(autouse=True)
+def _fences(request, monkeypatch) -> Iterator[None]:
+    with fences(request.node.name, monkeypatch):
+        yield
+
+
+@pytest.fixture
+def device(monkeypatch) -> Iterator[Device]:
+    made = Device(monkeypatch)
+    yield made
+    assert not made.arrived.any(), "the next call finds zeros"
+
+
+class Device:
+    """What the kernel asks the GPU for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tma, self.programs, self.way = True, 4, ragged_triton.ANY
+        self.arrived = fenced(torch.zeros(64, dtype=torch.int32))
+        monkeypatch.setattr(ragged, "uses_tma", lambda device: self.tma)
+        monkeypatch.setattr(ragged, "programs", lambda device: self.programs)
+        monkeypatch.setattr(ragged, "counters", lambda device: self.arrived)
+        product = ragged_triton.fused_product
+        monkeypatch.setattr(ragged, "fused_product", lambda *args: product(*args, self.way))
+
+
+def starts(total: int) -> Tensor:
+    """Of three rows, one of them without tokens."""
+    return fenced(torch.tensor([0, total // 3, total // 3, total], dtype=torch.int32))
+
+
+def a_layer(out: int, into: int, dtype: torch.dtype = torch.float16, bias: bool = True) -> nn.Linear:
+    layer = nn.Linear(into, out, bias).requires_grad_(False).to(dtype)
+    layer.weight = nn.Parameter(fenced(layer.weight.data), False)
+    if bias:
+        layer.bias = nn.Parameter(fenced(torch.randn(out).to(dtype)), False)
+    return layer
+
+
+def in_8_bits(layer: nn.Linear, usual: float = 1.0) -> FP8Linear:
+    made = FP8Linear(layer, usual)
+    made.weight = fenced(made.weight)
+    return made
+
+
+def tokens(total: int, channels: int, dtype: torch.dtype = torch.float16, by: float = 1.0) -> Tensor:
+    x = fenced((torch.randn(1, ROOM, channels) * by).to(dtype))
+    x[:, total:] = math.nan
+    return x
+
+
+def product(x: Tensor, layer: nn.Linear | FP8Linear, total: int, bias: Tensor | None) -> Array:
+    y = plain(x.float())[:, :total] @ plain(layer.weight.float()).T
+    y *= layer.factor if isinstance(layer, FP8Linear) else 1.0
+    return y if bias is None else y + plain(bias)
+
+
+def rounded(found: Tensor, exact: Array, total: int, eps: float = 2e-3) -> None:
+    """All of the first tokens; `eps` is what 16 bits cost."""
+    assert found.shape[:2] == (1, ROOM)
+    close(found[:, :total], exact, eps)
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["plain", "tma"])
+@pytest.mark.parametrize(("out", "into"), [(64, 64), (192, 128), (320, 256)])
+@pytest.mark.parametrize("total", TOTALS)
+def test_a_ragged_layer(device, total: int, out: int, into: int, tma: bool) -> None:
+    device.tma, device.programs = tma, 3 + total % 2
+    x, layer = tokens(total, into), a_layer(out, into)
+    found = ragged_linear(x, layer, starts(total))
+    assert found.dtype == torch.float16
+    rounded(found, product(x, layer, total, layer.bias), total)
+    if not tma:
+        assert found[:, total:].isnan().all(), "nothing was written behind the last token"
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["plain", "tma"])
+@pytest.mark.parametrize("way", [*range(3), 8, 9, 11, WIDE, WIDE + 1, WIDE + 2])
+@pytest.mark.parametrize("total", [1, 200])
+def test_every_way(device, total: int, way: int, tma: bool) -> None:
+    """Tiles of every size, alone and shared by 2, 3 or 4 programs. Input channels are no multiple of what is taken at
+    once, and programs share them unevenly."""
+    device.tma, device.way, device.programs = tma, way, 36
+    x, layer = tokens(total, 320), a_layer(192, 320)
+    rounded(ragged_linear(x, layer, starts(total)), product(x, layer, total, layer.bias), total)
+
+
+@triton.jit
+def _ask(found_at, total, out, into, TMA: tl.constexpr, BITS: tl.constexpr):
+    if tl.program_id(0) == 0:
+        tl.store(found_at, ragged_triton._cheapest(total, out, into, -1, TMA, BITS, 64, 128))
+
+
+FEW_TILES, MANY_TILES = 0, 8
+
+
+@pytest.mark.parametrize(
+    ("total", "out", "into", "way"),
+    [
+        (2, 2048, 2048, FEW_TILES + 3),  # 32 tiles: four programs each
+        (64, 8192, 2048, FEW_TILES),  # 128 tiles
+        (128, 8192, 2048, MANY_TILES + 1),  # 64 tiles: two each
+        (410, 8192, 2048, WIDE),  # 128 tiles
+        (640, 8192, 2048, MANY_TILES),  # 320 tiles in three rounds; two of 160 wide ones take longer
+        (640, 2048, 8192, WIDE + 2),  # 40 wide tiles: three each
+        (3200, 8192, 2048, WIDE),
+        (0, 64, 64, FEW_TILES),
+    ],
+)
+def test_the_way_that_is_chosen(total: int, out: int, into: int, way: int) -> None:
+    """With 132 processors."""
+    found = fenced(torch.zeros(1, dtype=torch.int32))
+    _ask[(132,)](found, total, out, into, True, 16)
+    assert found.item() == way
+    _ask[(132,)](found, total, out, into, False, 16)
+    assert found.item() < WIDE
+
+
+def test_shared_tiles_are_shared(device, monkeypatch) -> None:
+    """And every time to the same result."""
+    device.programs = 16
+    x, layer = tokens(2, 512), a_layer(128, 512)
+    first = ragged_linear(x, layer, starts(2))
+    made = []
+    monkeypatch.setattr(torch, "empty", spied(torch.empty, made))
+    assert torch.equal(ragged_linear(x, layer, starts(2))[:, :2], first[:, :2])
+    sums = next(t for t in made if t.dtype == torch.float32).view(-1, 64, 64)
+    written = ~sums[:, :2].isnan().any(-1).any(-1)
+    assert 4 <= written.sum() <= 16
+    assert sums[:, 2:].isnan().all()
+
+
+def spied(made_by, made: list[Tensor]):
+    def make(*size, **kind) -> Tensor:
+        made.append(made_by(*size, **kind))
+        return made[-1]
+
+    return make
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["plain", "tma"])
+@pytest.mark.parametrize("kind", ["none", "another", "own"])
+def test_the_bias(device, kind: str, tma: bool) -> None:
+    device.tma = tma
+    x, layer, other = tokens(130, 64), a_layer(192, 64), some(192)
+    bias = {"none": None, "another": other, "own": "own"}[kind]
+    exact = product(x, layer, 130, layer.bias if kind == "own" else bias)
+    rounded(ragged_linear(x, layer, starts(130), bias), exact, 130)
+    bare = a_layer(64, 64, bias=False)
+    rounded(ragged_linear(x, bare, starts(130)), product(x, bare, 130, None), 130)
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["plain", "tma"])
+@pytest.mark.parametrize("total", [2, 130, ROOM])
+def test_gelu(device, total: int, tma: bool) -> None:
+    device.tma = tma
+    x, layer = tokens(total, 128), a_layer(192, 128)
+    exact = gelu(product(x, layer, total, layer.bias))
+    rounded(ragged_linear(x, layer, starts(total), gelu_for=a_layer(64, 192)), exact, total)
+    found = ragged_linear(x, layer, starts(total), gelu_for=a_layer(64, 192, torch.bfloat16))
+    assert found.dtype == torch.bfloat16
+    rounded(found, exact, total, 1.6e-2)
+    reader = in_8_bits(a_layer(64, 192), 0.3)
+    found = ragged_linear(x, layer, starts(total), gelu_for=reader)
+    eight_bits(found[:, :total], exact * reader.reads.by)
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["plain", "tma"])
+@pytest.mark.parametrize("total", [1, 65, 200, ROOM])
+@pytest.mark.parametrize(("out", "into"), [(64, 128), (320, 256)])
+def test_8_bits(device, out: int, into: int, total: int, tma: bool) -> None:
+    device.tma = tma
+    layer = in_8_bits(a_layer(out, into))
+    x = fenced(torch.randint(-7, 8, (1, ROOM, into)).to(FORMAT))
+    x[:, total:] = math.nan
+    found, exact = ragged_linear(x, layer, starts(total)), product(x, layer, total, layer.bias)
+    assert found.dtype == torch.float16
+    rounded(found, exact, total)
+    reader = in_8_bits(a_layer(64, out), 0.3)
+    eight_bits(ragged_linear(x, layer, starts(total), gelu_for=reader)[:, :total], gelu(exact) * reader.reads.by)
+
+
+def test_8_bits_of_what_has_more(device) -> None:
+    layer, x = in_8_bits(a_layer(64, 128), 2.0), tokens(65, 128, by=2.0)
+    small = ragged_rounded(x, layer, starts(65))
+    eight_bits(small[:, :65], plain(x)[:, :65] * layer.reads.by)
+    found = ragged_linear(x, layer, starts(65))
+    rounded(found, product(small, layer, 65, layer.bias), 65)
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_gated(device, total: int) -> None:
+    gate, up = tokens(total, 192), tokens(total, 192)
+    found = ragged_gated(gate, up, starts(total))
+    z = plain(gate)[:, :total]
+    exact = z * sigmoid(z) * plain(up)[:, :total]
+    rounded(found, exact, total)
+    assert found[:, total:].isnan().all()
+    reader = in_8_bits(a_layer(64, 192), 0.3)
+    if total:
+        eight_bits(ragged_gated(gate, up, starts(total), reader)[:, :total], exact * reader.reads.by)
+
+
+def test_no_room(device) -> None:
+    x = fenced(torch.zeros(1, 0, 64, dtype=torch.float16))
+    start = starts(0)
+    assert ragged_linear(x, a_layer(128, 64), start).shape == (1, 0, 128)
+    assert ragged_gated(x, x, start).shape == (1, 0, 64)
+
+
+def test_more_tokens_than_there_is_room_for(device) -> None:
+    """A count that is wrong spoils nothing beside the tensors."""
+    x, layer = tokens(ROOM, 64), a_layer(64, 64)
+    for device.tma in (False, True):
+        rounded(ragged_linear(x, layer, starts(2 * ROOM)), product(x, layer, ROOM, layer.bias), ROOM)
+    assert np.isfinite(plain(ragged_gated(x, x, starts(2 * ROOM)))).all()
+
+
+def test_who_asks(monkeypatch) -> None:
+    layer = a_layer(64, 64)
+    with torch.inference_mode():
+        assert not ragged.multiplies(tokens(1, 64), layer), "no GPU"
+        x = tokens(1, 64, torch.bfloat16)
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+        assert ragged.multiplies(tokens(1, 64), layer)
+        assert not ragged.multiplies(x, layer), "not of its dtype"
+        assert not ragged.multiplies(tokens(1, 32), a_layer(64, 32))
+        assert not ragged.multiplies(tokens(1, 64), a_layer(32, 64))
+        assert not ragged.multiplies(tokens(1, 64), nn.Identity())
+        assert ragged.multiplies(tokens(1, 128), in_8_bits(a_layer(64, 128)))
+        assert not ragged.multiplies(tokens(1, 64), in_8_bits(layer))
+    assert not ragged.multiplies(tokens(1, 64), layer), "gradients are asked for"
+
+
+@pytest.mark.parametrize(("capability", "told", "used"), [(90, True, True), (90, False, False), (89, True, False)])
+def test_who_fetches_tiles_by_itself(monkeypatch, capability: int, told: bool, used: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
+    monkeypatch.setattr(ragged, "TMA", told)
+    ragged.uses_tma.cache_clear()
+    assert ragged.uses_tma(torch.device("cuda")) == used
+    ragged.uses_tma.cache_clear()
