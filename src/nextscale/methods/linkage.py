@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nextscale.kernels.select import fused_link_and_select, selects
-from nextscale.methods.selection import Selection, keep_highest
+from nextscale.methods.selection import Packed, Selection, keep_highest
 
 MOST = math.nextafter(1.0, 0.0)  # ratios lie in [0, 1)
 MEAN, RATIO, DEVIATION, KEPT = range(4)  # what is noted of a layer
@@ -30,7 +30,6 @@ class Linkage(NamedTuple):
         ratio: Tensor,
         notes: Tensor,
         layer: int,
-        slots: int | None,
         copies: int,
         mean: Tensor | None = None,
     ) -> Selection:
@@ -39,12 +38,11 @@ class Linkage(NamedTuple):
         `ratio` [B] is the scale's; `notes` [layers, 4, B] hold what was found in the layers before. `mean` [B] is the
         layer's entropy where it is not that of its tokens.
         """
-        if slots is not None and selects(score):
-            found = fused_link_and_select(entropy, score, ratio, notes, layer, self, slots, copies, mean)
-            return Selection(*found)
+        if selects(score):
+            return Packed(*fused_link_and_select(entropy, score, ratio, notes, layer, self, copies, mean))
         self.note(entropy.double().mean(1) if mean is None else mean, ratio, notes, layer, entropy.shape[1])
         kept = notes[layer, KEPT].long()
-        return keep_highest(score, kept, slots).repeated(copies)
+        return keep_highest(score, kept, copies)
 
     def note(self, mean: Tensor, ratio: Tensor, notes: Tensor, layer: int, tokens: int) -> None:
         """Eq. 12 and 13: a layer that is less certain than those before it keeps more. All numbers are [B]."""

@@ -17,14 +17,17 @@ class Selection:
 
     index: Tensor  # [R, K] cells in raster order
     count: Tensor  # [R]
-    slot: Tensor | None = None  # the slot of every cell [R, N], -1 where it was not chosen, if anybody knows
 
     def repeated(self, copies: int) -> Selection:
         """The same for as many rows again, and again."""
         if copies == 1:
             return self
-        slot = None if self.slot is None else self.slot.repeat(copies, 1)
-        return Selection(self.index.repeat(copies, 1), self.count.repeat(copies), slot)
+        return Selection(self.index.repeat(copies, 1), self.count.repeat(copies))
+
+    @property
+    def as_packed(self) -> Packed | None:
+        """The selection itself, if its tokens lie packed."""
+        return None
 
     @property
     def real(self) -> Tensor:
@@ -83,12 +86,16 @@ class Packed(Selection):
         ends = place.view(mask.shape)[:, -1] + 1
         return cls(cell, torch.cat((ends.new_zeros(1), ends)), place.where(chosen, -1).view(mask.shape))
 
+    @property
+    def as_packed(self) -> Packed:
+        return self
+
     @functools.cached_property
-    def count(self) -> Tensor:  # type: ignore[override]
+    def count(self) -> Tensor:
         return self.start.diff().long()
 
     @functools.cached_property
-    def index(self) -> Tensor:  # type: ignore[override]
+    def index(self) -> Tensor:
         """[R, most]."""
         tokens = self.slot.shape[1]
         cell = self.cell.long().clamp(0, self.slot.numel() - 1) % tokens
@@ -107,6 +114,10 @@ class Packed(Selection):
     @property
     def _real(self) -> Tensor:
         return torch.arange(self.most, device=self.slot.device) < self.count[:, None]
+
+    def taken(self, x: Tensor) -> Tensor:
+        """The chosen tokens of x [R, N, ...] -> [1, T, ...]; behind the last one, any."""
+        return x.flatten(0, 1)[self.cell.long().clamp(0, self.slot.numel() - 1)][None]
 
     def padded(self, x: Tensor) -> Tensor:
         """Tokens [1, T, ...] -> [R, most, ...]; padding is some token."""
@@ -129,6 +140,15 @@ class Packed(Selection):
         counts = None if self.counts is None else self.counts[:rows]
         return Packed(self.cell, self.start[: rows + 1], self.slot[:rows], counts)
 
+    def repeated(self, copies: int) -> Packed:
+        if copies == 1:
+            return self
+        found = Packed.of_mask((self.slot >= 0).repeat(copies, 1))
+        if self.counts is None:
+            return found
+        counts = self.counts * copies
+        return Packed(found.cell[: sum(counts)], found.start, found.slot, counts)
+
     def behind(self, context: int) -> Packed:
         if not context:
             return self
@@ -140,21 +160,19 @@ class Packed(Selection):
         return self.slot >= 0
 
 
-def keep_highest(score: Tensor, count: Tensor, capacity: int | None = None) -> Selection:
-    """The `count` [R] cells of highest score [R, N]; of equal scores the earlier cell.
+def keep_highest(score: Tensor, count: Tensor, copies: int = 1) -> Selection:
+    """The `count` [B] cells of highest score [B, N], of equal scores the earlier cell; for `copies` times the rows.
 
-    `capacity` fixes the number of slots, and no more cells than that stay; None takes the largest count, which the
-    host has to wait for.
+    Kernels leave them packed, and nobody waits for the counts. Elsewhere the host does.
     """
-    n = score.shape[1]
-    slots = int(count.max()) if capacity is None else capacity
     if selects(score):
-        return Selection(*fused_select(score, count, slots))
+        return Packed(*fused_select(score, count, copies))
+    n, slots = score.shape[1], int(count.max())
     # A stable sort, not topk: which of two equal scores stays must not depend on the batch or the device.
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :slots]
     padding = torch.arange(slots, device=score.device) >= count[:, None]
     raster = order.masked_fill(padding, n).sort(dim=1).values
-    return Selection(raster.clamp_max(n - 1), count.clamp_max(slots))
+    return Selection(raster.clamp_max(n - 1), count).repeated(copies)
 
 
 def gather(x: Tensor, chosen: Selection | None) -> Tensor:
