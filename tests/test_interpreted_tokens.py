@@ -7,7 +7,7 @@ read, is NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import numpy as np
@@ -36,10 +36,10 @@ def _fences(request, monkeypatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[132, 1], ids=["many programs", "few programs"])
-def on(request, monkeypatch) -> None:
-    """A GPU of so many processors."""
-    monkeypatch.setattr(processors, "processors", lambda device: request.param)
+@pytest.fixture
+def on(monkeypatch) -> Callable[[int], None]:
+    """On a GPU of so many processors."""
+    return lambda count: monkeypatch.setattr(processors, "processors", lambda device: count)
 
 
 def selected(cell: Tensor, start: Tensor, slot: Tensor, score: Tensor, counts: list[int], copies: int) -> None:
@@ -161,14 +161,14 @@ def first(x: Tensor, total: int) -> Tensor:
     return x[:, :total]
 
 
-@pytest.mark.usefixtures("on")
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize(("delta", "gated"), [("nothing", False), ("one", True), ("parts", True), ("a part", False)])
 @pytest.mark.parametrize(
-    ("counts", "room"), [([3, 0, 7], None), ([3, 0, 7], 10), ([0, 0, 0], None), ([0, 0, 0], 0), ([7, 7, 7], None)]
+    ("counts", "room", "many"), [([3, 0, 7], None, 132), ([3, 0, 7], 10, 1), ([0, 0, 0], 0, 1), ([7, 7, 7], None, 1)]
 )
-def test_sum_and_norm_of_packed_tokens(kind: str, delta: str, gated: bool, counts: list[int], room) -> None:
+def test_sum_and_norm_of_packed_tokens(on, kind: str, delta: str, gated: bool, counts, room, many: int) -> None:
     """Taken out of a stream, or already on their way."""
+    on(many)
     rows, cells, channels, total = 3, 7, 33, sum(counts)
     x = fenced((torch.randn(rows, cells + 2, channels) * 0.3 + 0.2)[:, 2:])
     modulation = some(rows, 1, 6, channels)
@@ -241,11 +241,13 @@ def test_restore(mode: str, room: int | None, grids, delta: str, channels: int) 
     close(moments, np.stack((expected.mean(-1), expected.var(-1)), -1)[:images])
 
 
-@pytest.mark.usefixtures("on")
 @pytest.mark.parametrize("channels", [20, 65])
 @pytest.mark.parametrize("delta", DELTAS)
-@pytest.mark.parametrize(("counts", "room"), [([0, 6, 1, 5], None), ([0, 11, 1, 0], 12), ([0, 0, 0, 0], 0)])
-def test_put(channels: int, delta: str, counts: list[int], room: int | None) -> None:
+@pytest.mark.parametrize(
+    ("counts", "room", "many"), [([0, 6, 1, 5], None, 132), ([0, 11, 1, 0], 12, 1), ([0, 0, 0, 0], 0, 1)]
+)
+def test_put(on, channels: int, delta: str, counts: list[int], room: int | None, many: int) -> None:
+    on(many)
     rows, images, cells = 4, 2, 11
     (chosen, kept), x = some_tokens(cells, counts, room), some(rows, cells, channels)
     stream, exact = a_stream(chosen, channels, delta)
