@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nextscale.methods.selection import Packed
+
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels run on the CPU with TRITON_INTERPRET=1 only", allow_module_level=True)
@@ -47,6 +49,20 @@ def some(*shape: int, by: float = 1.0, plus: float = 0.0) -> Tensor:
 
 def whole(*numbers: int) -> Tensor:
     return fenced(torch.tensor(numbers, dtype=torch.long))
+
+
+def some_tokens(cells: int, counts: list[int], room: int | None = None) -> tuple[Packed, list[list[int]]]:
+    """So many random cells of every row, packed, and what they are. Behind them is room for other tokens, by default
+    for all, whose cells nobody may read."""
+    kept = [sorted(torch.randperm(cells)[:n].tolist()) for n in counts]
+    total = sum(counts)
+    cell = torch.full((len(counts) * cells if room is None else room,), -(1 << 30), dtype=torch.int32)
+    cell[1::2] = 1 << 30
+    cell[:total] = torch.tensor([row * cells + i for row, of in enumerate(kept) for i in of], dtype=torch.int32)
+    slot = torch.full((len(counts) * cells,), -1, dtype=torch.int32)
+    slot[cell[:total].long()] = torch.arange(total, dtype=torch.int32)
+    start = torch.tensor([sum(counts[:row]) for row in range(len(counts) + 1)], dtype=torch.int32)
+    return Packed(fenced(cell), fenced(start), fenced(slot.view(len(counts), cells))), kept
 
 
 @contextmanager

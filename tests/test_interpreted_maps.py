@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fences import fenced, fences, some, whole
-from nextscale.kernels import exact_triton, norm_triton
+from fences import fenced, fences, some, some_tokens
+from nextscale.kernels import exact_triton, filled_lens_triton, norm_triton
 from nextscale.kernels.bits_triton import fused_combine, fused_draw, fused_entropy
 from nextscale.kernels.conv_triton import fused_conv
 from nextscale.kernels.filled_lens_triton import fused_lens_of_filled
@@ -25,7 +25,7 @@ from nextscale.kernels.lens import BitHead, Filled, Look
 from nextscale.kernels.lens_triton import fused_head, fused_lens
 from nextscale.kernels.maps_triton import fused_add, fused_inputs
 from nextscale.kernels.thin_triton import fused_norm_and_conv
-from nextscale.methods.selection import Selection
+from nextscale.methods.selection import Packed
 from plain import (
     Array,
     bit_entropy,
@@ -210,19 +210,18 @@ def test_the_lens(unit: str, tokens: int, channels: int, bits: int) -> None:
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", None])
 @pytest.mark.parametrize(("grids", "counts"), [(((3, 4), (5, 7)), [0, 35]), (((9, 8), (10, 10)), [65, 1])])
-def test_the_lens_follows_holes_that_are_filled(mode: str | None, grids, counts: list[int]) -> None:
+@pytest.mark.parametrize(("programs", "spare"), [(132, 200), (1, 0)], ids=["many programs", "one program"])
+def test_the_lens_follows_holes_that_are_filled(
+    monkeypatch, mode: str | None, grids, counts: list[int], programs: int, spare: int
+) -> None:
     """What is left of an earlier look is as good as a look at all of it. Without a mode, holes stay as they are."""
+    monkeypatch.setattr(filled_lens_triton, "processors", lambda device: programs)
     images, channels, bits, cells = 2, 128, 5, math.prod(grids[1])
     x, head = some(2 * images, cells, channels, by=0.3), a_head(images, channels, bits)
     look = Look(*fused_lens(x[:images], head, "bit"))
-    index, slot = torch.full((4, 70), cells - 1), torch.full((4, cells), -1, dtype=torch.int32)
-    for row in range(4):
-        n = counts[row % 2]
-        index[row, :n] = torch.randperm(cells)[:n].sort().values
-        slot[row, index[row, :n]] = torch.arange(n, dtype=torch.int32)
-    chosen = Selection(fenced(index), whole(*counts, *counts), fenced(slot))
+    chosen, _ = some_tokens(cells, counts * 2, 2 * sum(counts) + spare)
     cached = None if mode is None else some(2 * images, math.prod(grids[0]), channels, by=0.3)
-    hole = slot[..., None] < 0
+    hole = chosen.slot[..., None] < 0
     new = torch.randn(x.shape) if cached is None else x + torch.from_numpy(resized_tokens(cached, grids, mode)).float()
     x.copy_(torch.where(hole, x if cached is None else new, torch.randn(x.shape)))
     exact = looked(plain(x[:images]), head, "bit")
@@ -230,3 +229,24 @@ def test_the_lens_follows_holes_that_are_filled(mode: str | None, grids, counts:
     filled = Filled(x, chosen) if cached is None else Filled(x, chosen, cached, grids, mode)
     fused_lens_of_filled(filled, look, head, "bit")
     agree(look, exact)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", None])
+def test_a_batch_sees_what_its_images_see(mode: str | None) -> None:
+    """To the last digit, whatever room there is."""
+    images, channels, grids = 2, 128, ((3, 4), (9, 9))
+    cells = math.prod(grids[1])
+    x, head = some(2 * images, cells, channels, by=0.3), a_head(images, channels, 5)
+    cached = None if mode is None else some(2 * images, math.prod(grids[0]), channels)
+    chosen, kept = some_tokens(cells, [66, 70, 66, 70])
+    look = Look(*fused_lens(x[:images], head, "bit"))
+    alone = [Look(*(fenced(t[i : i + 1]) for t in look)) for i in range(images)]
+    more = (grids, mode) if mode is not None else ()
+    fused_lens_of_filled(Filled(x, chosen, cached, *more), look, head, "bit")
+    for i in range(images):
+        mask = torch.zeros(1, cells, dtype=torch.bool)
+        mask[0, kept[i]] = True
+        mine = BitHead(*(fenced(t[i : i + 1]) for t in head[:3]), head.eps)
+        old = None if cached is None else fenced(cached[i : i + 1])
+        fused_lens_of_filled(Filled(fenced(x[i : i + 1]), Packed.of_mask(mask), old, *more), alone[i], mine, "bit")
+        assert torch.equal(alone[i].entropy[0], look.entropy[i])

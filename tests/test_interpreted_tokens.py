@@ -1,12 +1,13 @@
 """Kernels that work on tokens, in Triton's interpreter against plain numpy: choosing, summing, norming, putting back.
 
-Counts of 0 and 1, one more than a block, odd widths; padding, and all that nobody may read, is NaN.
+Counts of 0 and 1, one more than a block, odd widths; what lies behind the last token, and all else that nobody may
+read, is NaN.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import numpy as np
@@ -14,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fences import fenced, fences, some, whole
-from nextscale.kernels import modulate_triton, restore_triton
+from fences import fenced, fences, some, some_tokens, whole
+from nextscale.kernels import modulate_triton, processors, restore_triton, select_triton
 from nextscale.kernels.fp8 import FORMAT, Reads
 from nextscale.kernels.fp8_triton import BLOCK, fused_cast
 from nextscale.kernels.host_triton import fused_carry
@@ -24,7 +25,7 @@ from nextscale.kernels.parts import Parts
 from nextscale.kernels.rows_triton import fused_parts
 from nextscale.kernels.select_triton import fused_link_and_select, fused_select
 from nextscale.methods.linkage import Linkage
-from nextscale.methods.selection import Selection
+from nextscale.methods.selection import Packed
 from nextscale.models.stream import Stream
 from plain import Array, close, eight_bits, gelu, highest, layer_norm, plain, resized_tokens
 
@@ -35,17 +36,30 @@ def _fences(request, monkeypatch) -> Iterator[None]:
         yield
 
 
-def selected(index: Tensor, count: Tensor, slot: Tensor, score: Tensor, counts: list[int], slots: int) -> None:
-    cells = score.shape[1]
-    for row, wanted in enumerate(counts):
-        kept = highest(score[row], min(wanted, slots))
-        assert index[row].tolist() == kept + [cells - 1] * (slots - len(kept))
-        assert count[row] == len(kept)
-        assert slot[row].tolist() == [kept.index(i) if i in kept else -1 for i in range(cells)]
+@pytest.fixture
+def on(monkeypatch) -> Callable[[int], None]:
+    """On a GPU of so many processors."""
+    return lambda count: monkeypatch.setattr(processors, "processors", lambda device: count)
 
 
-@pytest.mark.parametrize(("cells", "slots"), [(1, 1), (17, 17), (64, 40), (65, 1), (100, 65)])
-def test_select(cells: int, slots: int) -> None:
+def selected(cell: Tensor, start: Tensor, slot: Tensor, score: Tensor, counts: list[int], copies: int) -> None:
+    cells, at = score.shape[1], 0
+    rows = [highest(row, n) for row, n in zip(score, counts, strict=True)] * copies
+    assert cell.shape == (len(rows) * cells,)
+    assert slot.shape == (len(rows), cells)
+    assert start.tolist() == [sum(map(len, rows[:row])) for row in range(len(rows) + 1)]
+    assert {t.dtype for t in (cell, start, slot)} == {torch.int32}
+    for row, kept in enumerate(rows):
+        assert cell[at : at + len(kept)].tolist() == [row * cells + i for i in kept]
+        assert slot[row].tolist() == [at + kept.index(i) if i in kept else -1 for i in range(cells)]
+        at += len(kept)
+    assert (cell[at:] == 77).all(), "what lies behind is left alone"
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("cells", [1, 17, 64, 65, 100])
+def test_select(monkeypatch, cells: int, copies: int) -> None:
+    monkeypatch.setattr(select_triton, "BLOCK", 32)
     score = some(6, cells)
     score[1] = 3.5  # all are equal
     score[2, ::3] = -0.0
@@ -53,22 +67,26 @@ def test_select(cells: int, slots: int) -> None:
     score[3, cells // 2] = math.inf
     score[3, 0] = -math.inf
     score[4, cells // 3 :] = score[4, 0]  # ties
-    counts = [0, 1, cells, min(slots, cells // 2 + 1), cells // 2, slots]
-    selected(*fused_select(score, whole(*counts), slots), score, counts, slots)
+    counts = [0, 1, cells, cells // 2 + 1, cells // 2, cells]
+    selected(*fused_select(score, whole(*counts), copies), score, counts, copies)
+    for image, count in enumerate(counts):
+        alone = fenced(score[image : image + 1])
+        selected(*fused_select(alone, whole(count), copies), alone, [count], copies)
 
 
 @pytest.mark.parametrize("rule", [Linkage(True), Linkage(True, 1, 0.3), Linkage(False, empty=True)])
 @pytest.mark.parametrize("known", [False, True])
-def test_link_and_select(rule: Linkage, known: bool) -> None:
-    """The ratio of a layer from its entropy and those of the layers before, then the cells; for two copies of rows."""
-    images, cells, slots, ratio = 3, 33, 30, [0.6, 0.0, 0.999]
+@pytest.mark.parametrize(("ratio", "copies"), [([0.6, 0.0, 0.999], 2), ([0.6], 2), ([0.999, 0.3], 1), ([0.4], 1)])
+def test_link_and_select(rule: Linkage, known: bool, ratio: list[float], copies: int) -> None:
+    """The ratio of a layer from its entropy and those of the layers before, then the cells."""
+    images, cells = len(ratio), 33
     notes = fenced(torch.full((5, 4, images), math.nan, dtype=torch.float64))
     means: list[Array] = []
     for layer in range(5):
         entropy, score = fenced(torch.rand(images, cells) * (1 + layer % 3)), some(images, cells)
         mean = fenced(torch.rand(images, dtype=torch.float64)) if known else None  # of some other scale
         asked = fenced(torch.tensor(ratio, dtype=torch.float64))
-        found = fused_link_and_select(entropy, score, asked, notes, layer, rule, slots, 2, mean)
+        found = fused_link_and_select(entropy, score, asked, notes, layer, rule, copies, mean)
         means.append(plain(entropy).mean(1) if mean is None else plain(mean))
         counts = []
         for image, wanted in enumerate(ratio):
@@ -79,7 +97,7 @@ def test_link_and_select(rule: Linkage, known: bool) -> None:
             noted = [means[-1][image], share, deviation, counts[-1]]
             np.testing.assert_allclose(notes[layer, :, image], noted, atol=1e-12)
         assert notes[layer + 1 :].isnan().all()
-        selected(*found, score.repeat(2, 1), counts * 2, slots)
+        selected(*found, score, counts, copies)
 
 
 NORMS = {
@@ -116,59 +134,103 @@ def test_sum_and_norm(kind: str, delta: str, gated: bool, channels: int) -> None
     modulation = some(rows, 1, 6, channels)
     per_row, make = NORMS[kind]
     norm, gate = make(modulation), modulation[:, :, 5] if gated else None
-    for index in (None, fenced(torch.tensor([[6, 0, 3], [1, 2, 5], [4, 4, 0]]))):
-        tokens = cells if index is None else index.shape[1]
-        waiting = DELTAS[delta](rows, tokens, channels)
-        out, normed = modulate_triton.fused_sum_and_norm(x, index, waiting, gate, norm, Reads(torch.float32))
-        exact = plain(x) if index is None else np.stack([plain(x[r])[i] for r, i in enumerate(index)])
-        exact = exact + summed(waiting, gate)
-        close(out, exact)
-        y = layer_norm(exact, norm.eps, norm.rms)
-        y = y if norm.factor is None else y * (plain(norm.factor) + per_row)
-        close(normed, y if norm.term is None else y + plain(norm.term), 5e-5)
-        _, small = modulate_triton.fused_sum_and_norm(x, index, waiting, gate, Norm(0.05), Reads(FORMAT, 200.0))
-        eight_bits(small, layer_norm(exact, 0.05) * 200)
+    waiting = DELTAS[delta](rows, cells, channels)
+    out, normed = modulate_triton.fused_sum_and_norm(x, None, False, waiting, gate, norm, Reads(torch.float32))
+    exact = plain(x) + summed(waiting, gate)
+    close(out, exact)
+    y = layer_norm(exact, norm.eps, norm.rms)
+    y = y if norm.factor is None else y * (plain(norm.factor) + per_row)
+    close(normed, y if norm.term is None else y + plain(norm.term), 5e-5)
+    _, small = modulate_triton.fused_sum_and_norm(x, None, False, waiting, gate, Norm(0.05), Reads(FORMAT, 200.0))
+    eight_bits(small, layer_norm(exact, 0.05) * 200)
     if waiting is not None:
         shared = fenced(gate[:1]) if gated else None  # of all rows
-        waiting = DELTAS[delta](rows, cells, channels)
         close(modulate_triton.fused_sum(x, waiting, shared), plain(x) + summed(waiting, shared))
 
 
-def a_selection(cells: int, counts: list[int], slots: int, known: bool) -> Selection:
-    index = torch.full((len(counts), slots), cells - 1)
-    slot = torch.full((len(counts), cells), -1, dtype=torch.int32)
-    for row, n in enumerate(counts):
-        index[row, :n] = torch.randperm(cells)[:n].sort().values
-        slot[row, index[row, :n]] = torch.arange(n, dtype=torch.int32)
-    return Selection(fenced(index), whole(*counts), fenced(slot) if known else None)
+def lost(x: Tensor | Parts | None, total: int) -> Tensor | Parts | None:
+    """The same tokens; what lies behind the last one is NaN."""
+    if x is not None:
+        (x.sums if isinstance(x, Parts) else x)[..., total:, :] = math.nan
+    return x
 
 
-def a_stream(rows: int, counts: list[int], slots: int, channels: int, delta: str) -> tuple[Stream, Array]:
-    """Of chosen tokens, the padding NaN; and what it comes to."""
-    y, waiting, gate = some(rows, slots, channels), DELTAS[delta](rows, slots, channels), some(rows, 1, channels)
-    for row, n in enumerate(counts):
-        y[row, n:] = math.nan
-        if waiting is not None:
-            (waiting.sums if isinstance(waiting, Parts) else waiting)[..., row, n:, :] = math.nan
+def first(x: Tensor, total: int) -> Tensor:
+    """The tokens of x [1, T, C] that are there; nobody wrote behind them."""
+    assert x.dtype != torch.float32 or x[:, total:].isnan().all()
+    return x[:, :total]
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(("delta", "gated"), [("nothing", False), ("one", True), ("parts", True), ("a part", False)])
+@pytest.mark.parametrize(
+    ("counts", "room", "many"), [([3, 0, 7], None, 132), ([3, 0, 7], 10, 1), ([0, 0, 0], 0, 1), ([7, 7, 7], None, 1)]
+)
+def test_sum_and_norm_of_packed_tokens(on, kind: str, delta: str, gated: bool, counts, room, many: int) -> None:
+    """Taken out of a stream, or already on their way."""
+    on(many)
+    rows, cells, channels, total = 3, 7, 33, sum(counts)
+    x = fenced((torch.randn(rows, cells + 2, channels) * 0.3 + 0.2)[:, 2:])
+    modulation = some(rows, 1, 6, channels)
+    per_row, make = NORMS[kind]
+    norm, gate = make(modulation), modulation[:, :, 5] if gated else None
+    chosen, kept = some_tokens(cells, counts, room)
+    tokens, row = len(chosen.cell), [row for row, n in enumerate(counts) for _ in range(n)]
+
+    def of_rows(vector: Tensor) -> Array:
+        return plain(vector)[row, 0][None] if vector.ndim == 3 else plain(vector)
+
+    for take in (True, False):
+        before = np.concatenate([plain(x[r])[i] for r, i in enumerate(kept)])[None] if take else None
+        source = x if take else lost(some(1, tokens, channels, by=0.3, plus=0.2), total)
+        before = plain(source)[:, :total] if before is None else before
+        waiting = lost(DELTAS[delta](1, tokens, channels), total)
+        given = source, chosen, take, waiting, gate
+        out, normed = modulate_triton.fused_sum_and_norm(*given, norm, Reads(torch.float32))
+        assert out.shape == normed.shape == (1, tokens, channels)
+        added = summed(waiting, None)
+        added = added if waiting is None else added[:, :total] * (1 if gate is None else of_rows(gate))
+        exact = before + added
+        close(first(out, total), exact)
+        y = layer_norm(exact, norm.eps, norm.rms)
+        y = y if norm.factor is None else y * (of_rows(norm.factor) + per_row)
+        close(first(normed, total), y if norm.term is None else y + of_rows(norm.term), 5e-5)
+        if total:
+            _, small = modulate_triton.fused_sum_and_norm(*given, Norm(0.05), Reads(FORMAT, 200.0))
+            eight_bits(first(small, total), layer_norm(exact, 0.05) * 200)
+        if waiting is not None and not take:
+            close(first(modulate_triton.fused_sum(source, waiting, gate, chosen), total), exact)
+
+
+def a_stream(chosen: Packed, channels: int, delta: str) -> tuple[Stream, Array]:
+    """Of chosen tokens, and what it comes to."""
+    total, tokens = int(chosen.start[-1]), len(chosen.cell)
+    gate = some(len(chosen.slot), 1, channels)
+    y, waiting = lost(some(1, tokens, channels), total), lost(DELTAS[delta](1, tokens, channels), total)
     stream = Stream(y)
     stream.delta, stream.gate = waiting, gate
-    return stream, plain(y) + summed(waiting, gate)
+    exact, row = plain(y)[0, :total], chosen.row.long()[:total]
+    return stream, exact if waiting is None else exact + summed(waiting, None)[0, :total] * plain(gate)[row, 0]
+
+
+def put(expected: Array, kept: list[list[int]], tokens: Array) -> None:
+    for row, cells in enumerate(kept):
+        expected[row, cells], tokens = tokens[: len(cells)], tokens[len(cells) :]
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])
-@pytest.mark.parametrize("known", [False, True], ids=["slots unknown", "slots known"])
+@pytest.mark.parametrize("room", [None, 30], ids=["all room", "no room to spare"])
 @pytest.mark.parametrize(
-    ("grids", "delta", "channels"), [(((3, 2), (4, 5)), "parts", 65), (((2, 2), (2, 2)), "one", 20)]
+    ("grids", "delta", "channels"), [(((3, 2), (4, 5)), "parts", 65), (((2, 2), (4, 5)), "one", 20)]
 )
-def test_restore(mode: str, known: bool, grids, delta: str, channels: int) -> None:
+def test_restore(mode: str, room: int | None, grids, delta: str, channels: int) -> None:
     rows, images, cells = 3, 2, math.prod(grids[1])
-    counts = [0, cells // 2, cells]
-    chosen, x = a_selection(cells, counts, cells, known), some(rows, cells, channels, plus=2.0)
-    stream, exact = a_stream(rows, counts, cells, channels, delta)
+    chosen, kept = some_tokens(cells, [0, cells // 2, cells], room)
+    x = some(rows, cells, channels, plus=2.0)
+    stream, exact = a_stream(chosen, channels, delta)
     cached = fenced(torch.randn(rows, math.prod(grids[0]), channels).half())
     expected = plain(x) + resized_tokens(cached, grids, mode)
-    for row, n in enumerate(counts):
-        expected[row, chosen.index[row, :n]] = exact[row, :n]
+    put(expected, kept, exact)
     before, added = plain(x).copy(), some(rows, cells, channels)
     moments = some(images, cells, 2)
     added.fill_(math.nan), moments.fill_(math.nan)
@@ -181,38 +243,42 @@ def test_restore(mode: str, known: bool, grids, delta: str, channels: int) -> No
 
 @pytest.mark.parametrize("channels", [20, 65])
 @pytest.mark.parametrize("delta", DELTAS)
-def test_put_and_record(channels: int, delta: str) -> None:
-    rows, images, cells, slots = 4, 2, 11, 6
-    counts = [0, 6, 1, 5]
-    chosen, x = a_selection(cells, counts, slots, False), some(rows, cells, channels)
-    stream, exact = a_stream(rows, counts, slots, channels, delta)
+@pytest.mark.parametrize(
+    ("counts", "room", "many"), [([0, 6, 1, 5], None, 132), ([0, 11, 1, 0], 12, 1), ([0, 0, 0, 0], 0, 1)]
+)
+def test_put(on, channels: int, delta: str, counts: list[int], room: int | None, many: int) -> None:
+    on(many)
+    rows, images, cells = 4, 2, 11
+    (chosen, kept), x = some_tokens(cells, counts, room), some(rows, cells, channels)
+    stream, exact = a_stream(chosen, channels, delta)
     moments = some(images, cells, 2)
     expected, noted = plain(x).copy(), plain(moments).copy()
-    for row, n in enumerate(counts):
-        expected[row, chosen.index[row, :n]] = exact[row, :n]
-        if row < images:
-            there = np.stack((exact[row, :n].mean(-1), exact[row, :n].var(-1)), -1)
-            noted[row, chosen.index[row, :n]] = there
+    put(expected, kept, exact)
+    for row in range(images):
+        noted[row, kept[row]] = np.stack((expected.mean(-1), expected.var(-1)), -1)[row, kept[row]]
     close(restore_triton.fused_put(x, chosen, stream, moments), expected)
     close(moments, noted)
-    stream, exact = a_stream(rows, [cells] * rows, cells, channels, delta)
+
+
+@pytest.mark.parametrize("channels", [20, 65])
+@pytest.mark.parametrize("delta", DELTAS)
+def test_record(channels: int, delta: str) -> None:
+    rows, cells = 4, 11
+    x, y, gate = some(rows, cells, channels), some(rows, cells, channels), some(rows, 1, channels)
+    stream = Stream(y)
+    stream.delta, stream.gate = DELTAS[delta](rows, cells, channels), gate
+    exact = plain(y) + summed(stream.delta, gate)
     before, added = plain(x).copy(), some(rows, cells, channels)
     added.fill_(math.nan)
     close(restore_triton.fused_record(x, stream, added), exact)
     close(added, exact - before)
 
 
-def test_many_slots_are_found() -> None:
-    """More than a program takes."""
-    counts = [257]
-    chosen, x = a_selection(258, counts, 258, False), some(1, 258, 4)
-    stream, exact = a_stream(1, counts, 258, 4, "nothing")
-    cached = some(1, 1, 4)
-    expected = plain(x) + plain(cached)
-    for row, n in enumerate(counts):
-        expected[row, chosen.index[row, :n]] = exact[row, :n]
-    grids = ((1, 1), (6, 43))
-    close(restore_triton.fused_restore(x, cached, grids, "nearest", chosen, stream), expected)
+def test_a_stream_may_be_put_back_as_it_was_taken() -> None:
+    """No layer added anything."""
+    (chosen, _), x = some_tokens(9, [4, 0, 9]), some(3, 9, 12)
+    expected = plain(x).copy()
+    close(restore_triton.fused_put(x, chosen, Stream(x, chosen)), expected)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8), (1, 17), (3, 11)])

@@ -33,7 +33,7 @@ from nextscale.kernels.host import carry
 from nextscale.kernels.keys import stores
 from nextscale.kernels.lens import BitHead, Filled, Lens, Look, fused_lens, looks
 from nextscale.kernels.maps import takes as maps_taken
-from nextscale.kernels.modulate import Norm, fuses
+from nextscale.kernels.modulate import Norm, fuses, of_rows
 from nextscale.kernels.norm import group_norm, join
 from nextscale.kernels.parts import Parts
 from nextscale.kernels.restore import fused_put, fused_record, fused_restore
@@ -43,7 +43,7 @@ from nextscale.kv import LayerCache, taken
 from nextscale.methods.cached import CachedPolicy
 from nextscale.methods.linkage import MOST, Linkage
 from nextscale.methods.residual import resize_tokens
-from nextscale.methods.selection import Selection, keep_highest, scatter
+from nextscale.methods.selection import Packed, Selection, keep_highest, scatter
 from nextscale.models.infinity import InfinityState, TextAttention
 from nextscale.models.layers import MLP, SelfAttention
 from nextscale.models.quantize import round_convolutions, to_fp8, usual_sizes
@@ -379,7 +379,7 @@ def test_linkage(device: str, rule: Linkage, empty: bool, known: bool) -> None:
         entropy = torch.rand(3, tokens, device=device) * (1 + layer % 3)
         asked = torch.tensor(ratio, dtype=torch.float64, device=device)
         means = torch.rand(3, dtype=torch.float64, device=device) if known else None  # those of some other scale
-        chosen = rule.keep(entropy, entropy, asked, notes, layer, tokens, 2, means)
+        chosen = rule.keep(entropy, entropy, asked, notes, layer, 2, means)
         for image in range(3):
             mean = entropy[image].double().mean().item() if means is None else means[image].item()
             usual = sum(before[image][rule.first :]) / max(layer - rule.first, 1)
@@ -402,15 +402,22 @@ def test_selection(device: str, cells: int) -> None:
     score[0, : cells // 2] = score[0, 0]  # ties
     score[1, -1] = -0.0
     count = torch.randint(1, cells + 1, (3,))
-    slots = max(int(count.max()), cells // 2)
-    found = keep_highest(score.to(device), count.to(device), slots)
-    assert found.index.shape == (3, slots)
-    assert found.count.tolist() == count.tolist()
-    for row, n in enumerate(count.tolist()):
-        assert found.index[row].tolist() == plain.highest(score[row], n) + [cells - 1] * (slots - n)
-    few = keep_highest(score.to(device), count.to(device), 1)  # less room than was asked for
-    assert few.count.tolist() == [1, 1, 1]
-    assert few.index.flatten().tolist() == [plain.highest(row, 1)[0] for row in score]
+    for images in (3, 1):
+        for copies in (1, 2):
+            found = keep_highest(score[:images].to(device), count[:images].to(device), copies)
+            assert isinstance(found, Packed) == (device == "cuda")
+            assert found.count.tolist() == count[:images].tolist() * copies
+            mask = torch.zeros(images * copies, cells, dtype=torch.bool)
+            for row, n in enumerate(found.count.tolist()):
+                kept = plain.highest(score[row % images], n)
+                assert found.index[row, :n].tolist() == kept
+                mask[row, kept] = True
+            assert torch.equal(found.mask(cells).cpu(), mask)
+            if isinstance(found, Packed):
+                right, total = Packed.of_mask(mask), int(mask.sum())
+                assert torch.equal(found.cell[:total].cpu(), right.cell[:total])
+                assert torch.equal(found.start.cpu(), right.start)
+                assert torch.equal(found.slot.cpu(), right.slot)
 
 
 @on_both
@@ -421,7 +428,7 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
     (h, w), (height, width) = grids
     cells, channels = height * width, 96
     x, cached = torch.randn(2, cells, channels), torch.randn(2, h * w, channels)
-    chosen = keep_highest(torch.randn(2, cells), torch.tensor([1, max(cells // 2, 1)]), max(cells // 2, 1))
+    chosen = keep_highest(torch.randn(2, cells), torch.tensor([1, max(cells // 2, 1)]))
     y = torch.randn(2, chosen.index.shape[1], channels)
     policy = CachedPolicy.__new__(CachedPolicy)
     policy.kind = "residual"
@@ -433,21 +440,24 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
     plain.close(new, right - plain.plain(x), 1e-5)
     plain.close(scatter(x, chosen, y)[chosen.mask(cells)], right[chosen.mask(cells)], 0)
     if device == "cuda":
-        there = type(chosen)(chosen.index.to(device), chosen.count.to(device))
+        there = Packed.of_mask(chosen.mask(cells).to(device))
+        packed = there.packed(y.to(device))
+        packed[:, int(there.start[-1]) :] = torch.nan
         added = torch.full((2, cells, channels), torch.nan, device=device)
-        delta, gate = torch.randn(y.shape, device=device), torch.randn(2, 1, channels, device=device)
-        for waiting in (None, delta, *some_parts(y.shape, device)):
-            stream = Stream(y.to(device))
+        delta, gate = torch.randn(packed.shape, device=device), torch.randn(2, 1, channels, device=device)
+        for waiting in (None, delta, *some_parts(packed.shape, device)):
+            stream = Stream(packed)
             if waiting is not None:
                 missing = waiting.total() if isinstance(waiting, Parts) else waiting
-                stream = Stream(y.to(device) - gate * missing)
+                less = packed - of_rows(gate, there) * missing
+                stream = Stream(less)
                 stream.add(waiting, gate)
             found = fused_restore(x.to(device), cached.to(device), grids, mode, there, stream, added)
             assert off(found.cpu(), expected) < 1e-6
             assert off(added.cpu(), new) < 1e-6
-            stream = Stream(y.to(device))
+            stream = Stream(packed)
             if waiting is not None:
-                stream = Stream(y.to(device) - gate * missing)
+                stream = Stream(less)
                 stream.add(waiting, gate)
             assert off(fused_put(x.to(device), there, stream).cpu(), scatter(x, chosen, y)) < 1e-6
             if waiting is not None:
@@ -492,8 +502,9 @@ def test_the_lens_follows_holes_that_are_filled(device: str, mode: str, grids) -
         entropy = token_entropy(torch.stack((torch.zeros_like(z), z), dim=-1))
         cached = torch.randn(4, h * w, channels, device=device).to(dtype_of(device))
         count = torch.tensor([1 + layer, cells // 3], device=device).repeat(2)
-        chosen = keep_highest(entropy.float().repeat(2, 1), count, cells // 2)
-        y = torch.randn(4, cells // 2, channels, device=device)
+        chosen = keep_highest(entropy.float().repeat(2, 1), count)
+        assert isinstance(chosen, Packed)
+        y = torch.randn(1, 4 * cells, channels, device=device)
         assert off(lens.entropy(x, "token"), entropy) < 1e-5
         moments = lens.moments(x, chosen)
         assert moments is not None
@@ -505,13 +516,13 @@ def test_the_lens_follows_holes_that_are_filled(device: str, mode: str, grids) -
             lens.filled = Filled(x, chosen, cached, grids, mode)
         assert off(moments[..., 0], x[:2].mean(-1)) < 1e-5
         before = resize_tokens(cached.double(), *grids, mode)
-        exact = scatter(exact + before * (layer != 1), chosen, y.double())
+        exact = scatter(exact + before * (layer != 1), chosen, chosen.padded(y).double())
 
 
 @torch.no_grad()
 def test_the_lens_trusts_only_what_it_saw() -> None:
     lens, x = Lens(1, lambda: None), torch.zeros(2, 3, 4)
-    chosen = Selection(torch.zeros(2, 1, dtype=torch.long), torch.ones(2), torch.zeros(2, 3, dtype=torch.int32))
+    chosen = Packed.of_mask(torch.ones(2, 3, dtype=torch.bool))
     assert lens.moments(x, chosen) is None  # nothing was looked at
     lens.look = Look(torch.zeros(1, 3), torch.zeros(1, 3, 16), torch.zeros(1, 3, 2))
     lens.seen = x

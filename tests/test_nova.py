@@ -162,12 +162,9 @@ def test_keep_highest() -> None:
     assert chosen.index[0, :2].tolist() == [1, 2]  # of equal scores the earlier cell
     assert chosen.index[1].tolist() == [0, 1, 2, 3]
     assert chosen.mask(5).tolist() == [[False, True, True, False, False], [True, True, True, True, False]]
-    wide = keep_highest(score, torch.tensor([2, 4]), capacity=5)
-    assert wide.index.shape == (2, 5)
-    assert torch.equal(wide.mask(5), chosen.mask(5))
-    narrow = keep_highest(score, torch.tensor([2, 4]), capacity=3)
-    assert narrow.count.tolist() == [2, 3], "no more cells than there is room for"
-    assert narrow.mask(5).tolist() == [[False, True, True, False, False], [True, True, True, False, False]]
+    twice = keep_highest(score, torch.tensor([2, 4]), copies=2)
+    assert twice.count.tolist() == [2, 4, 2, 4]
+    assert torch.equal(twice.mask(5), chosen.mask(5).repeat(2, 1))
 
 
 @pytest.mark.parametrize("empty", [False, True])

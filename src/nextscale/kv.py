@@ -13,10 +13,10 @@ from nextscale.entropy import attention_entropy
 from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.fp8 import reads
 from nextscale.kernels.keys import split_and_store, stores
-from nextscale.methods.selection import Packed, Selection
 from nextscale.schedule import Schedule
 
 if TYPE_CHECKING:
+    from nextscale.methods.selection import Packed, Selection
     from nextscale.models.layers import SelfAttention
 
 
@@ -48,7 +48,8 @@ class LayerCache:
         self.k, self.v = k, v
         self.used = 0  # slots that any row may occupy
         self.length: Tensor | None = None  # entries of each row, once rows differ: then attention needs a mask
-        self.more: int | Selection | None = None  # of them that are not yet counted in it
+        self.more: Tensor | None = None  # [R] of them that are not yet counted in it,
+        self.starts: Tensor | None = None  # or where those of a row begin, if they lie packed
         self.length_place = length  # where it has to be
         self.active: Tensor | None = None  # the rows at work in this scale; None = all
         # Where keys and values of this scale go instead: all layers may share it if no later scale will read them.
@@ -144,21 +145,20 @@ class LayerCache:
         watched: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """What `see` gives, and the entropy of each query's weights, a mean over heads [R, K], of so many rows."""
-        if isinstance(chosen, Packed) and (self.active is not None or not stores(attn, qkv, positions)):
-            padded = Selection(chosen.index, chosen.count)
-            seen, entropy = self.look(attn, chosen.padded(qkv), positions, padded, watched)
-            return chosen.packed(seen.transpose(1, 2)).transpose(1, 2), entropy
-        q = self.store(attn, qkv, positions, chosen)
-        return self.attend(attn, q, chosen if isinstance(chosen, Packed) else None, watched)
+        packed = None if chosen is None else chosen.as_packed
+        if packed is not None and (self.active is not None or not stores(attn, qkv, positions)):
+            seen, entropy = self.look(attn, packed.padded(qkv), positions, packed.plain, watched)
+            return packed.packed(seen.transpose(1, 2)).transpose(1, 2), entropy
+        return self.attend(attn, self.store(attn, qkv, positions, chosen), packed, watched)
 
     def store(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
         """Keys and values of new tokens; their queries [R, H, K, D] are left."""
-        packed = isinstance(chosen, Packed)
-        new = chosen.most if isinstance(chosen, Packed) else qkv.shape[1]
+        packed = None if chosen is None else chosen.as_packed
+        new = qkv.shape[1] if packed is None else packed.most
         count_lengths([self])
-        kernel = packed or (chosen is None and self.active is None and stores(attn, qkv, positions))
+        kernel = packed is not None or (chosen is None and self.active is None and stores(attn, qkv, positions))
         if not kernel and self.tail is None:
             q, k, v = attn.split(qkv, taken(positions, chosen))
             self.append(k, v, None if chosen is None else chosen.count)
@@ -174,10 +174,12 @@ class LayerCache:
             start = self.used if self.length is None else self.length
             self.used += new
         assert new <= keys.shape[2], "the cache has no room"
-        if self.length is not None:
-            self.more = chosen if chosen is not None else new
+        if packed is not None:
+            self.starts = packed.start
+        elif self.length is not None:
+            self.more = torch.full_like(self.length, new) if chosen is None else chosen.count
         if kernel:
-            return split_and_store(attn, qkv, positions, keys, values, start, chosen)
+            return split_and_store(attn, qkv, positions, keys, values, start, packed)
         q, *kv = attn.split(qkv, taken(positions, chosen))
         for place, found in zip((keys, values), kv, strict=True):
             place[:, :, :new] = found
@@ -188,8 +190,7 @@ class LayerCache:
     ) -> tuple[Tensor, Tensor | None]:
         scale, wanted, entropy = attn.softmax_scale, reads(attn.proj), bool(watched)
         if self.tail is not None or packed is not None or (self.length is not None and self._alone(q)):
-            more = None if packed is not None else self._more()
-            seen, spread = attend(q, self.k, self.v, scale, self.length, more, entropy, self.tail, wanted, packed)
+            seen, spread = attend(q, self.k, self.v, scale, self.length, self.more, entropy, self.tail, wanted, packed)
             if packed is not None and spread is not None:
                 spread = packed.padded(spread)
             return seen, None if spread is None else spread[:watched]
@@ -207,30 +208,18 @@ class LayerCache:
         """Whether our kernel takes all rows."""
         return self.active is None and runs_on(q)
 
-    def _more(self) -> Tensor | None:
-        """Of each row, what `length` does not know yet."""
-        if self.more is None:
-            return None
-        if isinstance(self.more, int):
-            return torch.full((len(self.k),), self.more, device=self.k.device)
-        return self.more.count
-
 
 def count_lengths(caches: Sequence[LayerCache]) -> None:
     """What was stored last: of all layers at once, for one by one they would be as many kernels."""
-    waiting = [(cache.length, cache.more) for cache in caches if cache.length is not None and cache.more is not None]
-    same = [length for length, more in waiting if isinstance(more, int)]
-    if same:
-        torch._foreach_add_(same, next(more for _, more in waiting if isinstance(more, int)))
-    packed = [(length, more.start) for length, more in waiting if isinstance(more, Packed)]
+    counted = [(cache.length, cache.more) for cache in caches if cache.length is not None and cache.more is not None]
+    if counted:
+        torch._foreach_add_(*map(list, zip(*counted, strict=True)))
+    packed = [(cache.length, cache.starts) for cache in caches if cache.length is not None and cache.starts is not None]
     if packed:
-        counts = torch.stack([start for _, start in packed]).diff(dim=1)
-        torch._foreach_add_([length for length, _ in packed], list(counts.unbind()))
-    other = [(length, more.count) for length, more in waiting if not isinstance(more, (int, Packed))]
-    if other:
-        torch._foreach_add_(*map(list, zip(*other, strict=True)))
+        lengths, starts = zip(*packed, strict=True)
+        torch._foreach_add_(list(lengths), list(torch.stack(starts).diff(dim=1).unbind()))
     for cache in caches:
-        cache.more = None
+        cache.more = cache.starts = None
 
 
 class WatchedCache:

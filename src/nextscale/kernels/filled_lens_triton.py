@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nextscale.kernels.lens_triton import BLOCKS, FEW, TOKENS, of_bits, parts_of, share_of, sizes_of
+from nextscale.kernels.processors import processors
 from nextscale.kernels.resize_triton import between, mixed, nearest
 
 if TYPE_CHECKING:
@@ -23,22 +24,21 @@ def fused_lens_of_filled(filled: Filled, look: Look, head: BitHead, unit: str) -
     x, (images, tokens), channels = filled.x, look.entropy.shape, filled.x.shape[2]
     (h, w), (height, wide) = filled.grids
     cached = x if filled.cached is None else filled.cached.contiguous()
-    slots = filled.chosen.index.shape[1]
     sizes, width = sizes_of(head)
-    # Not by the slots: what a picture gives must not depend on the room that others needed.
+    # Not by the kept tokens: what a picture gives must not depend on the room that others needed.
     parts = parts_of(h * w or tokens, channels)
-    sums = torch.empty(parts, images, h * w + slots, width, dtype=torch.float32, device=x.device)
-    kept = triton.cdiv(slots, TOKENS)
-    assert filled.chosen.slot is not None
+    room = min(len(filled.chosen.cell), images * tokens)  # for the kept tokens of conditional rows
+    sums = torch.empty(parts, images * h * w + room, width, dtype=torch.float32, device=x.device)
+    # How many groups of tokens an image keeps, only the device knows: these take one after another.
+    kept = min(triton.cdiv(tokens, TOKENS), max(2 * processors(x.device) // (parts * images), 1))
     _sums_of_filled[(kept + triton.cdiv(h * w, TOKENS), parts, images)](
         x,
-        filled.chosen.index,
-        filled.chosen.count,
+        filled.chosen.cell,
+        filled.chosen.start,
         cached,
         head.factor,
         sums,
-        tokens,
-        slots,
+        room,
         h * w,
         kept,
         channels // parts,
@@ -54,7 +54,7 @@ def fused_lens_of_filled(filled: Filled, look: Look, head: BitHead, unit: str) -
         head.total,
         head.term,
         tokens,
-        slots,
+        room,
         h,
         w,
         wide,
@@ -71,16 +71,15 @@ def fused_lens_of_filled(filled: Filled, look: Look, head: BitHead, unit: str) -
     )
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "olds", "kept"])
+@triton.jit(do_not_specialize=["room", "olds", "kept"])
 def _sums_of_filled(
     x_at,
-    index_at,
-    count_at,
+    cell_at,
+    start_at,
     cached_at,
     factor_at,
     sums_at,
-    tokens,
-    slots,
+    room,
     olds,
     kept,
     each,
@@ -98,25 +97,28 @@ def _sums_of_filled(
     known = bit < BITS
     channel = part * each + tl.arange(0, STEP)
     factor_place = factor_at + image * CHANNELS * BITS + channel[:, None] * BITS + bit[None, :]
-    products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
-    to = sums_at + (part * tl.num_programs(2) + image) * (olds + slots) * BLOCK_BITS
+    many = tl.num_programs(2).to(tl.int64) * olds
+    to = sums_at + part * (many + room) * BLOCK_BITS
     if group < kept:
-        slot = group * TOKENS + tl.arange(0, TOKENS)
-        count = tl.minimum(tl.load(count_at + image).to(tl.int32), slots)
-        if group * TOKENS < count:
-            real = slot < count
-            token = tl.load(index_at + image * slots + slot, mask=real, other=0)
-            place = x_at + (image * tokens + token[:, None]) * CHANNELS + channel[None, :]
+        end = tl.load(start_at + image + 1)
+        for first in tl.range(tl.load(start_at + image) + group * TOKENS, end, kept * TOKENS):
+            token = first + tl.arange(0, TOKENS)
+            real = token < end
+            cell = tl.load(cell_at + token, mask=real, other=0).to(tl.int64)
+            place = x_at + cell[:, None] * CHANNELS + channel[None, :]
+            factors = factor_place
+            products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
             for _ in tl.range(0, each, STEP):
                 x = tl.load(place, mask=real[:, None], other=0.0)
-                factor = tl.load(factor_place, mask=known[None, :], other=0.0)
+                factor = tl.load(factors, mask=known[None, :], other=0.0)
                 products = tl.dot(x, factor, products, input_precision="tf32x3")
                 place += STEP
-                factor_place += STEP * BITS
-            tl.store(to + (olds + slot[:, None]) * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
+                factors += STEP * BITS
+            tl.store(to + (many + token[:, None]) * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
     else:
         old = (group - kept) * TOKENS + tl.arange(0, TOKENS)
         real = old < olds
+        products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
         place = cached_at + (image * olds + old[:, None]) * CHANNELS + channel[None, :]
         for _ in tl.range(0, each, STEP):
             x = tl.load(place, mask=real[:, None], other=0.0)
@@ -133,10 +135,10 @@ def _sums_of_filled(
                 products = tl.dot(x, third, products)
             place += STEP
             factor_place += STEP * BITS
-        tl.store(to + old[:, None] * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
+        tl.store(to + (image * olds + old[:, None]) * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "h", "w", "width"])
+@triton.jit(do_not_specialize=["tokens", "room", "h", "w", "width"])
 def _entropy_of_filled(
     sums_at,
     entropy_at,
@@ -146,7 +148,7 @@ def _entropy_of_filled(
     total_at,
     term_at,
     tokens,
-    slots,
+    room,
     h,
     w,
     width,
@@ -175,9 +177,11 @@ def _entropy_of_filled(
     if FILLED:
         nw, ne, sw, se, fr, fc = between(token, h, w, width, by_row, by_column)
         old = nearest(token, h, w, width, by_row, by_column)
+    many = tl.num_programs(1).to(tl.int64) * olds
     for part in tl.static_range(PARTS):
-        sums = sums_at + (part * tl.num_programs(1) + image) * (olds + slots) * BLOCK_BITS + bit
-        products += tl.load(sums + (olds + slot)[:, None] * BLOCK_BITS, mask=kept[:, None], other=0.0)
+        sums = sums_at + part * (many + room) * BLOCK_BITS + bit
+        products += tl.load(sums + (many + slot)[:, None] * BLOCK_BITS, mask=kept[:, None], other=0.0)
+        sums += image * olds * BLOCK_BITS
         if FILLED and BILINEAR:
             a = tl.load(sums + nw[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
             b = tl.load(sums + ne[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)

@@ -22,7 +22,7 @@ except ImportError:  # a CPU build of torch comes without Triton
     fused_head = fused_lens = fused_lens_of_filled = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from nextscale.methods.selection import Selection
+    from nextscale.methods.selection import Packed, Selection
     from nextscale.schedule import Grid
 
 
@@ -55,7 +55,7 @@ class Filled(NamedTuple):
     """A state whose holes were filled in place."""
 
     x: Tensor  # [R, N, C]
-    chosen: Selection  # all other tokens are holes
+    chosen: Packed  # all other tokens are holes
     cached: Tensor | None = None  # what holes received, [R, n, C], on the first grid; None: they stayed as they were
     grids: tuple[Grid, Grid] = ((0, 0), (0, 0))
     mode: str = "nearest"
@@ -91,7 +91,7 @@ class Lens:
         """Where whoever fills holes of x has to leave the moments [B, N, 2] of what changes, if that spares a look at
         all of it. Then `filled` has to be set."""
         seen, self.seen, self.filled = self.seen, None, None  # what was seen is gone in any case
-        if seen is None or self.look is None or not same(seen, x) or chosen.slot is None:
+        if seen is None or self.look is None or not same(seen, x) or chosen.as_packed is None:
             return None
         return self.look.moments
 

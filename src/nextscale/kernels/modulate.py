@@ -6,7 +6,7 @@ modulated for the second one. On the way in, tokens that a method chose are take
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ try:
     from nextscale.kernels.modulate_triton import fused_sum, fused_sum_and_norm
 except ImportError:  # a CPU build of torch comes without Triton
     fused_sum_and_norm = fused_sum = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from nextscale.methods.selection import Packed
 
 
 class Norm(NamedTuple):
@@ -40,6 +43,17 @@ class Norm(NamedTuple):
             y = y.mul(self.factor.add(1) if self.plus_one else self.factor)
         return y if self.term is None else y.add(self.term)
 
+    def of(self, chosen: Packed | None) -> Norm:
+        """The norm of the chosen tokens [1, T, C]."""
+        return self._replace(factor=of_rows(self.factor, chosen), term=of_rows(self.term, chosen))
+
+
+def of_rows(vector: Tensor | None, chosen: Packed | None) -> Tensor | None:
+    """What every row has [R, 1, C], of the rows of chosen tokens [1, T, C]."""
+    if vector is None or chosen is None or vector.ndim == 1 or len(vector) == 1:
+        return vector
+    return vector[:, 0][chosen.row.long()][None]
+
 
 def fuses(x: Tensor) -> bool:
     """Whether the kernels take a stream like this. torch.compile fuses the plain operations by itself."""
@@ -48,9 +62,9 @@ def fuses(x: Tensor) -> bool:
     return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def add_to(x: Tensor, delta: Tensor | Parts, gate: Tensor | None) -> Tensor:
-    """x + gate * delta, in float32."""
+def add_to(x: Tensor, delta: Tensor | Parts, gate: Tensor | None, chosen: Packed | None = None) -> Tensor:
+    """x + gate * delta, in float32; of `chosen` tokens, x and delta are [1, T, C]."""
     if fuses(x):
-        return fused_sum(x, delta, gate)
-    delta = delta.total() if isinstance(delta, Parts) else delta
+        return fused_sum(x, delta, gate, chosen)
+    delta, gate = delta.total() if isinstance(delta, Parts) else delta, of_rows(gate, chosen)
     return x + (delta.float() if gate is None else delta * gate)

@@ -1,4 +1,4 @@
-"""A program takes one token."""
+"""A program takes one token; of packed tokens, one after another, for only the device knows how many they are."""
 
 from __future__ import annotations
 
@@ -11,36 +11,47 @@ from torch import Tensor
 
 from nextscale.kernels.fp8_triton import as_read
 from nextscale.kernels.parts import Parts
+from nextscale.kernels.processors import programs
 
 if TYPE_CHECKING:
     from nextscale.kernels.fp8 import Reads
     from nextscale.kernels.modulate import Norm
+    from nextscale.methods.selection import Packed
 
 
 def fused_sum_and_norm(
-    x: Tensor, index: Tensor | None, delta: Tensor | Parts | None, gate: Tensor | None, norm: Norm, reads: Reads
+    x: Tensor,
+    chosen: Packed | None,
+    take: bool,
+    delta: Tensor | Parts | None,
+    gate: Tensor | None,
+    norm: Norm,
+    reads: Reads,
 ) -> tuple[Tensor, Tensor]:
-    """The stream x [R, N, C], of which the cells `index` [R, K] are taken, with gate * delta [R, K, C] added; and its
-    norm as a layer reads it."""
-    rows, cells, channels = x.shape
-    tokens = cells if index is None else index.shape[1]
-    out = x
-    if index is not None or delta is not None:
-        out = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
-    normed = torch.empty(rows, tokens, channels, dtype=reads.dtype, device=x.device)
-    _launch(x, index, delta, gate, out, norm, normed, reads.by)
+    """The stream x [R, N, C] with gate * delta [R, N, C] added, and its norm as a layer reads it.
+
+    Of `chosen` tokens all is [1, T, C], but for x if it is to `take` them out of the whole stream. Gates, and what the
+    norm reads, are those of a token's row.
+    """
+    take = take and chosen is not None
+    shape = x.shape if chosen is None else (1, len(chosen.cell), x.shape[-1])
+    out = torch.empty(shape, dtype=x.dtype, device=x.device) if take or delta is not None else x
+    normed = torch.empty(shape, dtype=reads.dtype, device=x.device)
+    _launch(x, chosen, take, delta, gate, out, norm, normed, reads.by)
     return out, normed
 
 
-def fused_sum(x: Tensor, delta: Tensor | Parts, gate: Tensor | None) -> Tensor:
+def fused_sum(x: Tensor, delta: Tensor | Parts, gate: Tensor | None, chosen: Packed | None = None) -> Tensor:
+    """The sum alone, of x [R, N, C] or of `chosen` tokens [1, T, C]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x, None, delta, gate, out, None, out)
+    _launch(x, chosen, False, delta, gate, out, None, out)
     return out
 
 
 def _launch(
     x: Tensor,
-    index: Tensor | None,
+    chosen: Packed | None,
+    take: bool,
     delta: Tensor | Parts | None,
     gate: Tensor | None,
     out: Tensor,
@@ -48,17 +59,27 @@ def _launch(
     normed: Tensor,
     by: float = 1.0,
 ) -> None:
-    rows, tokens, channels = normed.shape
+    tokens, channels = normed.shape[:2].numel(), normed.shape[2]
+    grid: tuple[int, ...]
+    if chosen is None:
+        rows, cells = x.shape[:2]
+        grid, warps = (cells, rows), _warps(tokens, channels)
+    else:
+        rows, cells = chosen.slot.shape
+        grid, warps = (programs(x.device, tokens),), 4 if channels <= 2048 else 8
     factor, term = (norm.factor, norm.term) if norm is not None else (None, None)
     given, kind = pending(delta, gate, x)
-    _sum_and_norm[(tokens, rows)](
+    _sum_and_norm[grid](
         x,
-        x if index is None else index,
+        x if chosen is None else chosen.cell,
+        x if chosen is None else chosen.start,
         *given,
         x if factor is None else factor,
         x if term is None else term,
         out,
         normed,
+        rows,
+        cells,
         tokens,
         x.stride(0),
         x.stride(1),
@@ -68,7 +89,8 @@ def _launch(
         by,
         CHANNELS=channels,
         BLOCK=triton.next_power_of_2(channels),
-        INDEX=index is not None,
+        PACKED=chosen is not None,
+        TAKE=take,
         **kind,
         SUM=out is not x,
         NORM=norm is not None,
@@ -76,7 +98,7 @@ def _launch(
         TERM=term is not None,
         PLUS_ONE=norm is not None and norm.plus_one,
         RMS=norm is not None and norm.rms,
-        num_warps=_warps(rows * tokens, channels),
+        num_warps=warps,
     )
 
 
@@ -130,11 +152,11 @@ def gated(
     BIAS: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """gate * (what a linear layer gave), of the channels of a token; its parts are of so many tokens each."""
+    """gate * (what a linear layer gave), of the channels of a token; each part has room for so many `tokens`."""
     at = token * CHANNELS + channel
     delta = tl.load(delta_at + at, mask=real, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        delta += tl.load(delta_at + part * tokens * CHANNELS + at, mask=real, other=0.0)
+        delta += tl.load(delta_at + part * CHANNELS * tokens.to(tl.int64) + at, mask=real, other=0.0)
     if BIAS:
         delta += tl.load(bias_at + channel, mask=real, other=0.0).to(tl.float32)
     if GATE:
@@ -142,10 +164,11 @@ def gated(
     return delta
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["rows", "cells", "tokens"])
 def _sum_and_norm(
     x_at,
-    index_at,
+    cell_at,
+    start_at,
     delta_at,
     bias_at,
     gate_at,
@@ -154,7 +177,9 @@ def _sum_and_norm(
     term_at,
     out_at,
     normed_at,
-    tokens,
+    rows,
+    cells,
+    tokens,  # that there is room for
     x_row,
     x_token,
     factor_row,
@@ -163,7 +188,8 @@ def _sum_and_norm(
     by,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
-    INDEX: tl.constexpr,
+    PACKED: tl.constexpr,
+    TAKE: tl.constexpr,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     GATE: tl.constexpr,
@@ -174,33 +200,103 @@ def _sum_and_norm(
     PLUS_ONE: tl.constexpr,
     RMS: tl.constexpr,
 ):
-    row, token = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    channel = by_fours(BLOCK)
-    real = channel < CHANNELS
-    to = (row * tokens + token) * CHANNELS + channel
-    cell = token
-    if INDEX:
-        cell = tl.load(index_at + row * tokens + token)
-    x = tl.load(x_at + row * x_row + cell * x_token + channel, mask=real, other=0.0)
-    # Asked for before they are needed: the sums over channels make all threads wait.
-    if FACTOR:
-        factor = tl.load(factor_at + row * factor_row + channel, mask=real, other=0.0)
-    if TERM:
-        term = tl.load(term_at + row * term_row + channel, mask=real, other=0.0)
-    if PARTS:
-        x += gated(
+    if PACKED:
+        for place in tl.range(tl.program_id(0), tl.load(start_at + rows), tl.num_programs(0)):
+            at = tl.load(cell_at + place)
+            row, token = (at // cells).to(tl.int64), tl.cast(place, tl.int64)
+            x_place = x_at + (row * x_row + at % cells * x_token if TAKE else token * x_token)
+            _one(
+                x_place,
+                delta_at,
+                bias_at,
+                gate_at + row * gate_row,
+                factor_at + row * factor_row,
+                term_at + row * term_row,
+                out_at,
+                normed_at,
+                token,
+                tokens,
+                eps,
+                by,
+                CHANNELS,
+                BLOCK,
+                PARTS,
+                BIAS,
+                GATE,
+                SUM,
+                NORM,
+                FACTOR,
+                TERM,
+                PLUS_ONE,
+                RMS,
+            )
+    else:
+        row, cell = tl.program_id(1).to(tl.int64), tl.program_id(0)
+        _one(
+            x_at + row * x_row + cell * x_token,
             delta_at,
             bias_at,
             gate_at + row * gate_row,
-            row * tokens + token,
-            tl.num_programs(1).to(tl.int64) * tokens,
-            channel,
-            real,
+            factor_at + row * factor_row,
+            term_at + row * term_row,
+            out_at,
+            normed_at,
+            row * cells + cell,
+            tokens,
+            eps,
+            by,
             CHANNELS,
+            BLOCK,
             PARTS,
             BIAS,
             GATE,
+            SUM,
+            NORM,
+            FACTOR,
+            TERM,
+            PLUS_ONE,
+            RMS,
         )
+
+
+@triton.jit
+def _one(
+    x_at,
+    delta_at,
+    bias_at,
+    gate_at,
+    factor_at,
+    term_at,
+    out_at,
+    normed_at,
+    token,
+    tokens,
+    eps,
+    by,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    SUM: tl.constexpr,
+    NORM: tl.constexpr,
+    FACTOR: tl.constexpr,
+    TERM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    RMS: tl.constexpr,
+):
+    """A token whose x, gate, factor and term lie there."""
+    channel = by_fours(BLOCK)
+    real = channel < CHANNELS
+    to = token * CHANNELS + channel
+    x = tl.load(x_at + channel, mask=real, other=0.0)
+    # Asked for before they are needed: the sums over channels make all threads wait.
+    if FACTOR:
+        factor = tl.load(factor_at + channel, mask=real, other=0.0)
+    if TERM:
+        term = tl.load(term_at + channel, mask=real, other=0.0)
+    if PARTS:
+        x += gated(delta_at, bias_at, gate_at, token, tokens, channel, real, CHANNELS, PARTS, BIAS, GATE)
     if SUM:
         tl.store(out_at + to, x, mask=real)
     if NORM:

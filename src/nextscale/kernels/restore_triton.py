@@ -1,6 +1,6 @@
-"""A program takes one cell of a row, or one slot where holes stay as they are.
+"""A program takes one cell of a row, or one chosen token after another where holes stay as they are.
 
-A kept cell has the output of its slot, for which the stream's last sum is made here. Every other cell has its input x
+A kept cell has the output of its token, for which the stream's last sum is made here. Every other cell has its input x
 plus what the layer added at this place one scale before, enlarged. What each cell received is what the next scale will
 find.
 """
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nextscale.kernels.modulate_triton import by_fours, gated, pending, total
+from nextscale.kernels.processors import programs
 from nextscale.kernels.resize_triton import between, mixed, nearest
 
 if TYPE_CHECKING:
-    from nextscale.methods.selection import Selection
+    from nextscale.methods.selection import Packed
     from nextscale.models.stream import Stream
     from nextscale.schedule import Grid
 
@@ -28,28 +28,24 @@ def fused_restore(
     cached: Tensor,
     grids: tuple[Grid, Grid],
     mode: str,
-    chosen: Selection,
+    chosen: Packed,
     stream: Stream,
     added: Tensor | None = None,
     moments: Tensor | None = None,
 ) -> Tensor:
     """Output of all cells [R, N, C], in the place of x [R, N, C], from the cache [R, n, C] of the first grid and the
-    stream [R, K, C] of the chosen ones. What each cell received goes to `added`, and the mean and variance of its
+    stream [1, T, C] of the chosen ones. What each cell received goes to `added`, and the mean and variance of its
     output, in the first rows, to `moments` [B, N, 2], if these are given."""
     rows, cells, channels = x.shape
     (h, w), (height, width) = grids
     x, cached = x.contiguous(), cached.contiguous()
     y, given, kind = _outputs(stream, x)
-    slots, slot = chosen.index.shape[1], chosen.slot
-    if slot is None:
-        slot = torch.full((rows, cells), -1, dtype=torch.int32, device=x.device)
-        _slots[(triton.cdiv(slots, 256), rows)](chosen.index, chosen.count, slot, slots, cells, BLOCK=256, num_warps=4)
     _restore[(cells, rows)](
         x,
         cached,
         y,
         *given,
-        slot,
+        chosen.slot,
         x if added is None else added,
         x if moments is None else moments,
         0 if moments is None else len(moments),
@@ -57,7 +53,7 @@ def fused_restore(
         h,
         w,
         width,
-        slots,
+        y.shape[1],
         h / height,
         w / width,
         **kind,
@@ -71,22 +67,23 @@ def fused_restore(
     return x
 
 
-def fused_put(x: Tensor, chosen: Selection, stream: Stream, moments: Tensor | None = None) -> Tensor:
-    """x [R, N, C] with the stream [R, K, C] of the chosen tokens in their places, and the moments of these."""
+def fused_put(x: Tensor, chosen: Packed, stream: Stream, moments: Tensor | None = None) -> Tensor:
+    """x [R, N, C] with the stream [1, T, C] of the chosen tokens in their places, and the moments of these."""
     rows, cells, channels = x.shape
     x = x.contiguous()
     y, given, kind = _outputs(stream, x)
-    slots = chosen.index.shape[1]
-    _put[(slots, rows)](
+    tokens = y.shape[1]
+    _put[(programs(x.device, tokens),)](
         x,
         y,
         *given,
-        chosen.index,
-        chosen.count,
+        chosen.cell,
+        chosen.start,
         x if moments is None else moments,
         0 if moments is None else len(moments),
+        rows,
         cells,
-        slots,
+        tokens,
         **kind,
         CHANNELS=channels,
         BLOCK=triton.next_power_of_2(channels),
@@ -109,21 +106,11 @@ def fused_record(x: Tensor, stream: Stream, added: Tensor) -> Tensor:
 
 def _outputs(stream: Stream, x: Tensor) -> tuple[Tensor, list[Tensor | int], dict[str, int]]:
     """The stream's sum so far, what is still to be added to it, and of which kind that is."""
-    y = (stream.sum if stream.chosen is not None else stream.x).contiguous()
+    y = (stream.sum if stream.whole else stream.x).contiguous()
     return y, *pending(stream.delta, stream.gate, x)
 
 
-@triton.jit(do_not_specialize=["slots", "cells"])
-def _slots(index_at, count_at, slot_at, slots, cells, BLOCK: tl.constexpr):
-    """The slot of every chosen cell."""
-    row = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = slot < tl.load(count_at + row)
-    cell = tl.load(index_at + row * slots + slot, mask=real & (slot < slots), other=0)
-    tl.store(slot_at + row * cells + cell, slot, mask=real & (slot < slots))
-
-
-@triton.jit(do_not_specialize=["images", "cells", "h", "w", "width", "slots"])
+@triton.jit(do_not_specialize=["images", "cells", "h", "w", "width", "tokens"])
 def _restore(
     x_at,
     cached_at,
@@ -140,7 +127,7 @@ def _restore(
     h,
     w,
     width,
-    slots,
+    tokens,
     by_row,
     by_column,
     PARTS: tl.constexpr,
@@ -159,8 +146,8 @@ def _restore(
     at = (row * cells + cell) * CHANNELS + channel
     x = tl.load(x_at + at, mask=real, other=0.0)
     if slot >= 0:
-        gate = gate_at + row * gate_row
-        y = _output(y_at, delta_at, bias_at, gate, row, slot, slots, channel, real, CHANNELS, PARTS, BIAS, GATE)
+        token, gate = slot.to(tl.int64), gate_at + row * gate_row
+        y = _output(y_at, delta_at, bias_at, gate, token, tokens, channel, real, CHANNELS, PARTS, BIAS, GATE)
         added = y - x
     else:
         base = cached_at + row * h * w * CHANNELS + channel
@@ -182,7 +169,7 @@ def _restore(
         _note(y, real, moments_at + (row * cells + cell) * 2, row < images, CHANNELS)
 
 
-@triton.jit(do_not_specialize=["images", "cells", "slots"])
+@triton.jit(do_not_specialize=["images", "rows", "cells", "tokens"])
 def _put(
     x_at,
     y_at,
@@ -190,12 +177,13 @@ def _put(
     bias_at,
     gate_at,
     gate_row,
-    index_at,
-    count_at,
+    cell_at,
+    start_at,
     moments_at,
     images,
+    rows,
     cells,
-    slots,
+    tokens,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     GATE: tl.constexpr,
@@ -203,16 +191,16 @@ def _put(
     BLOCK: tl.constexpr,
     MOMENTS: tl.constexpr,
 ):
-    row, slot = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    if slot < tl.load(count_at + row):
-        channel = by_fours(BLOCK)
-        real = channel < CHANNELS
-        cell = tl.load(index_at + row * slots + slot)
+    channel = by_fours(BLOCK)
+    real = channel < CHANNELS
+    for place in tl.range(tl.program_id(0), tl.load(start_at + rows), tl.num_programs(0)):
+        token, at = tl.cast(place, tl.int64), tl.load(cell_at + place).to(tl.int64)
+        row = at // cells
         gate = gate_at + row * gate_row
-        y = _output(y_at, delta_at, bias_at, gate, row, slot, slots, channel, real, CHANNELS, PARTS, BIAS, GATE)
-        tl.store(x_at + (row * cells + cell) * CHANNELS + channel, y, mask=real)
+        y = _output(y_at, delta_at, bias_at, gate, token, tokens, channel, real, CHANNELS, PARTS, BIAS, GATE)
+        tl.store(x_at + at * CHANNELS + channel, y, mask=real)
         if MOMENTS:
-            _note(y, real, moments_at + (row * cells + cell) * 2, row < images, CHANNELS)
+            _note(y, real, moments_at + at * 2, row < images, CHANNELS)
 
 
 @triton.jit(do_not_specialize=["cells"])
@@ -234,10 +222,11 @@ def _record(
     row, cell = tl.program_id(1).to(tl.int64), tl.program_id(0)
     channel = by_fours(BLOCK)
     real = channel < CHANNELS
-    at = (row * cells + cell) * CHANNELS + channel
+    token, tokens = row * cells + cell, tl.num_programs(1) * cells
+    at = token * CHANNELS + channel
     x = tl.load(x_at + at, mask=real, other=0.0)
     gate = gate_at + row * gate_row
-    y = _output(y_at, delta_at, bias_at, gate, row, cell, cells, channel, real, CHANNELS, PARTS, BIAS, GATE)
+    y = _output(y_at, delta_at, bias_at, gate, token, tokens, channel, real, CHANNELS, PARTS, BIAS, GATE)
     tl.store(x_at + at, y, mask=real)
     tl.store(added_at + at, (y - x).to(added_at.dtype.element_ty), mask=real)
 
@@ -248,9 +237,8 @@ def _output(
     delta_at,
     bias_at,
     gate_at,
-    row,
-    slot,
-    slots,
+    token,
+    tokens,
     channel,
     real,
     CHANNELS: tl.constexpr,
@@ -258,23 +246,10 @@ def _output(
     BIAS: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """Of a slot: the stream's sum so far, and what is still to be added to it."""
-    token = row * slots + slot
+    """Of a token: the stream's sum so far, and what is still to be added to it."""
     y = tl.load(y_at + token * CHANNELS + channel, mask=real, other=0.0)
     if PARTS:
-        y += gated(
-            delta_at,
-            bias_at,
-            gate_at,
-            token,
-            tl.num_programs(1).to(tl.int64) * slots,
-            channel,
-            real,
-            CHANNELS,
-            PARTS,
-            BIAS,
-            GATE,
-        )
+        y += gated(delta_at, bias_at, gate_at, token, tokens, channel, real, CHANNELS, PARTS, BIAS, GATE)
     return y
 
 

@@ -1,5 +1,5 @@
-"""A program per row. The lowest score that stays is found two bits at a time, then running sums give every cell its
-slot."""
+"""A program per image. The lowest score that stays is found two bits at a time, then running sums give every cell its
+place. Where there are several images, another kernel puts their tokens one behind the other."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from nextscale.methods.linkage import Linkage
 
 MOST = 16384  # cells that a program can hold
+BLOCK = 1024  # cells that a program puts into their places
+
+Places = tuple[Tensor, Tensor, Tensor]  # cell, start and slot of a `Packed` selection
 
 
-def fused_select(score: Tensor, count: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cells [R, slots] of highest score [R, N] in raster order, of equal ones the earlier; padding is the last cell.
-    How many they are [R], and the slot of every cell [R, N], -1 where it does not stay."""
-    index, kept, slot = _places(score, slots, 1)
-    rows, cells = score.shape
-    score = score.float().contiguous()
-    _select[(rows,)](score, count, index, kept, slot, cells, slots, **_blocks(cells))
-    return index, kept, slot
+def fused_select(score: Tensor, count: Tensor, copies: int = 1) -> Places:
+    """The `count` [B] cells of highest score [B, N] in raster order, of equal ones the earlier; `copies` times, row r
+    being of image r % B."""
+    images, cells = score.shape
+    found, written, alone = _places(score, copies)
+    _select[(images,)](score.float().contiguous(), count.contiguous(), *written, cells, COPIES=alone, **_blocks(cells))
+    return _placed(found, written, images, copies)
 
 
 def fused_link_and_select(
@@ -33,23 +35,19 @@ def fused_link_and_select(
     notes: Tensor,
     layer: int,
     rule: Linkage,
-    slots: int,
     copies: int,
     mean: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with the count found first, as `Linkage.keep` does; `copies` times, one below the other."""
+) -> Places:
+    """The same with the count found first, as `Linkage.keep` does."""
     images, cells = entropy.shape
-    index, kept, slot = _places(score, slots, copies)
+    found, written, alone = _places(score, copies)
     _link_and_select[(images,)](
         entropy.contiguous() if mean is None else mean,
         score.float().contiguous(),
         ratio,
         notes,
-        index,
-        kept,
-        slot,
+        *written,
         cells,
-        slots,
         images,
         layer,
         rule.first,
@@ -57,19 +55,35 @@ def fused_link_and_select(
         LINKED=rule.linked,
         MEAN_KNOWN=mean is not None,
         EMPTY=rule.empty,
-        COPIES=copies,
+        COPIES=alone,
         LAYERS=triton.next_power_of_2(len(notes)),
         **_blocks(cells),
     )
-    return index, kept, slot
+    return _placed(found, written, images, copies)
 
 
-def _places(score: Tensor, slots: int, copies: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows, cells = score.shape
-    index = torch.empty(rows * copies, slots, dtype=torch.long, device=score.device)
-    kept = torch.empty(rows * copies, dtype=torch.long, device=score.device)
-    slot = torch.empty(rows * copies, cells, dtype=torch.int32, device=score.device)
-    return index, kept, slot
+def _places(score: Tensor, copies: int) -> tuple[Places, Places, int]:
+    """Room for what is found, and what a program per image writes: the same if there is but one, for so many copies.
+    Otherwise, nothing, and the count and the ranks of each image."""
+    images, cells = score.shape
+
+    def whole_numbers(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device=score.device)
+
+    rows = images * copies
+    found = whole_numbers(rows * cells), whole_numbers(rows + 1), whole_numbers(rows, cells)
+    if images == 1:
+        return found, found, copies
+    return found, (found[0], whole_numbers(images), whole_numbers(images, cells)), 0
+
+
+def _placed(found: Places, written: Places, images: int, copies: int) -> Places:
+    if images > 1:
+        cells = found[2].shape[1]
+        _place[(triton.cdiv(cells, BLOCK), images * copies)](
+            *written[1:], *found, images, cells, IMAGES=triton.next_power_of_2(images), BLOCK=BLOCK, num_warps=4
+        )
+    return found
 
 
 def _two(number: float) -> tuple[float, float]:
@@ -84,7 +98,7 @@ def _blocks(cells: int) -> dict[str, int]:
 
 
 @triton.jit
-def _keep(score, real, count, index_at, kept_at, slot_at, row, rows, cells, slots, BLOCK, COPIES: tl.constexpr):
+def _keep(score, real, count, cell_at, start_at, slot_at, image, cells, BLOCK, COPIES: tl.constexpr):
     """The `count` cells of highest score."""
     cell = tl.arange(0, BLOCK)
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # there is but one zero
@@ -116,36 +130,58 @@ def _keep(score, real, count, index_at, kept_at, slot_at, row, rows, cells, slot
     left = count - tl.sum(above.to(tl.int32), 0)
     chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    padding = (cell >= count) & (cell < slots)
-    for copy in tl.static_range(COPIES):
-        to = (row + copy * rows).to(tl.int64)
-        tl.store(index_at + to * slots + place, cell.to(tl.int64), mask=chosen & (place < slots))
-        tl.store(index_at + to * slots + cell, tl.full((BLOCK,), 0, tl.int64) + cells - 1, mask=padding)
-        tl.store(slot_at + to * cells + cell, tl.where(chosen, place, -1), mask=real)
-        tl.store(kept_at + to, count.to(tl.int64))
+    if COPIES:
+        for copy in tl.static_range(COPIES):
+            first = copy * count
+            tl.store(cell_at + first + place, copy * cells + cell, mask=chosen)
+            tl.store(slot_at + copy * cells + cell, tl.where(chosen, first + place, -1), mask=real)
+            tl.store(start_at + copy, first)
+        tl.store(start_at + COPIES, COPIES * count)
+    else:
+        tl.store(slot_at + image * cells + cell, tl.where(chosen, place, -1), mask=real)
+        tl.store(start_at + image, count)
 
 
-@triton.jit(do_not_specialize=["cells", "slots"])
-def _select(score_at, count_at, index_at, kept_at, slot_at, cells, slots, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
+@triton.jit(do_not_specialize=["images", "cells"])
+def _place(count_at, rank_at, cell_at, start_at, slot_at, images, cells, IMAGES: tl.constexpr, BLOCK: tl.constexpr):
+    """A program takes some cells of a row; its tokens lie behind those of the rows before."""
+    row = tl.program_id(1)
+    image = row % images
+    other = tl.arange(0, IMAGES)
+    count = tl.load(count_at + other, mask=other < images, other=0)
+    first = row // images * tl.sum(count, 0) + tl.sum(tl.where(other < image, count, 0), 0)
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = cell < cells
+    rank = tl.load(rank_at + image * cells + cell, mask=real, other=-1)
+    chosen = rank >= 0
+    tl.store(slot_at + row * cells + cell, tl.where(chosen, first + rank, -1), mask=real)
+    tl.store(cell_at + first + rank, row * cells + cell, mask=chosen)
+    if tl.program_id(0) == 0:
+        tl.store(start_at + row, first)
+        end = first + tl.sum(tl.where(other == image, count, 0), 0)
+        tl.store(start_at + row + 1, end, mask=row + 1 == tl.num_programs(1))
+
+
+@triton.jit(do_not_specialize=["cells"])
+def _select(score_at, count_at, cell_at, start_at, slot_at, cells, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+    image = tl.program_id(0)
     cell = tl.arange(0, BLOCK)
     real = cell < cells
-    score = tl.load(score_at + row.to(tl.int64) * cells + cell, mask=real, other=0.0)
-    count = tl.minimum(tl.load(count_at + row).to(tl.int32), slots)
-    _keep(score, real, count, index_at, kept_at, slot_at, row, 0, cells, slots, BLOCK, 1)
+    score = tl.load(score_at + image.to(tl.int64) * cells + cell, mask=real, other=0.0)
+    count = tl.minimum(tl.load(count_at + image).to(tl.int32), cells)
+    _keep(score, real, count, cell_at, start_at, slot_at, image, cells, BLOCK, COPIES)
 
 
-@triton.jit(do_not_specialize=["cells", "slots", "images", "layer", "first"])
+@triton.jit(do_not_specialize=["cells", "images", "layer", "first"])
 def _link_and_select(
     entropy_at,  # of every cell, or its mean
     score_at,
     ratio_at,
     notes_at,
-    index_at,
-    kept_at,
+    cell_at,
+    start_at,
     slot_at,
     cells,
-    slots,
     images,
     layer,
     first,
@@ -189,5 +225,5 @@ def _link_and_select(
     tl.store(note + 2 * images, deviation)
     tl.store(note + 3 * images, wanted.to(tl.float64))
     score = tl.load(score_at + at, mask=real, other=0.0)
-    count = tl.minimum(wanted, slots)
-    _keep(score, real, count, index_at, kept_at, slot_at, image, images, cells, slots, BLOCK, COPIES)
+    count = tl.minimum(wanted, cells)
+    _keep(score, real, count, cell_at, start_at, slot_at, image, cells, BLOCK, COPIES)

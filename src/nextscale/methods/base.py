@@ -26,7 +26,7 @@ from nextscale.kernels.lens import Filled
 from nextscale.kernels.restore import fused_put, puts
 from nextscale.methods.numbers import HostNumbers
 from nextscale.methods.residual import TokenCaches
-from nextscale.methods.selection import Selection, scatter
+from nextscale.methods.selection import Packed, Selection, scatter
 from nextscale.methods.stored import stored, stored_names
 from nextscale.reading import read_json
 from nextscale.sampling import Sampling
@@ -169,8 +169,9 @@ class Policy:
         self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, stats: Stats
     ) -> Tensor:
         """The same from a stream whose last sum has not been made yet: who can make it on the way saves a pass."""
-        if chosen is None or not self.leaves_holes or not puts(x):
-            return self.fill(layer, group, x, chosen, stream.sum, stats)
+        if not isinstance(chosen, Packed) or not self.leaves_holes or not puts(x):
+            y = chosen.padded(stream.sum) if isinstance(chosen, Packed) else stream.sum
+            return self.fill(layer, group, x, chosen, y, stats)
         lens = stats.fast_lens
         moments = None if lens is None else lens.moments(x, chosen)
         filled = fused_put(x, chosen, stream, moments)

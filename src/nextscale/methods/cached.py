@@ -8,7 +8,7 @@ from torch import Tensor
 from nextscale.kernels.lens import Filled
 from nextscale.kernels.restore import MODES, fused_record, fused_restore, puts
 from nextscale.methods.base import Context, Group, Policy, Stats
-from nextscale.methods.selection import Selection, gather, scatter
+from nextscale.methods.selection import Packed, Selection, gather, scatter
 from nextscale.models.stream import Stream
 from nextscale.schedule import Scale
 
@@ -75,7 +75,7 @@ class CachedPolicy(Policy):
             if lens is not None:
                 lens.forget()  # x will not be what it saw
             filled = fused_record(x, stream, new)
-        elif chosen is not None and newest is not None and self.restore_mode in MODES:
+        elif isinstance(chosen, Packed) and newest is not None and self.restore_mode in MODES:
             grids, mode = (newest.grid, grid), self.restore_mode
             moments = None if lens is None else lens.moments(x, chosen)
             filled = fused_restore(x, newest.maps, grids, mode, chosen, stream, new, moments)

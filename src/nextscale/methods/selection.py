@@ -38,6 +38,11 @@ class Selection:
         return Selection(rows.spread(self.index), rows.spread(self.count))
 
     @property
+    def as_packed(self) -> Packed | None:
+        """The selection itself, if its tokens lie packed."""
+        return None
+
+    @property
     def real(self) -> Tensor:
         """[R, K], False at padding."""
         return torch.arange(self.index.shape[1], device=self.index.device) < self.count[:, None]
@@ -94,12 +99,16 @@ class Packed(Selection):
         ends = place.view(mask.shape)[:, -1] + 1
         return cls(cell, torch.cat((ends.new_zeros(1), ends)), place.where(chosen, -1).view(mask.shape))
 
+    @property
+    def as_packed(self) -> Packed:
+        return self
+
     @functools.cached_property
-    def count(self) -> Tensor:  # type: ignore[override]
+    def count(self) -> Tensor:
         return self.start.diff().long()
 
     @functools.cached_property
-    def index(self) -> Tensor:  # type: ignore[override]
+    def index(self) -> Tensor:
         """[R, most]."""
         tokens = self.slot.shape[1]
         cell = self.cell.long().clamp(0, self.slot.numel() - 1) % tokens
@@ -119,6 +128,10 @@ class Packed(Selection):
     def _real(self) -> Tensor:
         return torch.arange(self.most, device=self.slot.device) < self.count[:, None]
 
+    def taken(self, x: Tensor) -> Tensor:
+        """The chosen tokens of x [R, N, ...] -> [1, T, ...]; behind the last one, any."""
+        return x.flatten(0, 1)[self.cell.long().clamp(0, self.slot.numel() - 1)][None]
+
     def padded(self, x: Tensor) -> Tensor:
         """Tokens [1, T, ...] -> [R, most, ...]; padding is some token."""
         place = self.start[:-1, None] + torch.arange(self.most, dtype=torch.int32, device=x.device)
@@ -129,6 +142,11 @@ class Packed(Selection):
         row = self.row.long()
         rank = torch.arange(len(row), device=x.device) - self.start[row]
         return x[row, rank.clamp(0, x.shape[1] - 1)][None]
+
+    @property
+    def plain(self) -> Selection:
+        """The same, padded."""
+        return Selection(self.index, self.count)
 
     def known(self) -> Packed:
         """With counts that the host knows: it waits for them."""
@@ -143,6 +161,15 @@ class Packed(Selection):
     def spread(self, rows: Rows) -> Packed:
         return Packed.of_mask(rows.spread(self.slot >= 0))
 
+    def repeated(self, copies: int) -> Packed:
+        if copies == 1:
+            return self
+        found = Packed.of_mask((self.slot >= 0).repeat(copies, 1))
+        if self.counts is None:
+            return found
+        counts = self.counts * copies
+        return Packed(found.cell[: sum(counts)], found.start, found.slot, counts)
+
     def behind(self, context: int) -> Packed:
         if not context:
             return self
@@ -155,9 +182,9 @@ class Packed(Selection):
 
 
 def keep_highest(score: Tensor, count: Tensor, copies: int = 1) -> Selection:
-    """The `count` [R] cells of highest score [R, N]; of equal scores the earlier cell. `copies` times.
+    """The `count` [B] cells of highest score [B, N], of equal scores the earlier cell; for `copies` times the rows.
 
-    On a GPU nobody waits: how many they are stays there.
+    Kernels leave them packed, and nobody waits for the counts. Elsewhere the host does.
     """
     if selects(score):
         return Packed(*fused_select(score, count, copies))

@@ -126,7 +126,7 @@ class Eager:
             chosen = Packed.of_mask(chosen.mask(tokens))
         if isinstance(chosen, Packed) and not self.is_capturing:
             chosen = chosen.known()
-        return chosen if packs or not isinstance(chosen, Packed) else Selection(chosen.index, chosen.count)
+        return chosen if packs or not isinstance(chosen, Packed) else chosen.plain
 
     @property
     def is_capturing(self) -> bool:
