@@ -32,8 +32,8 @@ def over_few_keys(
 ) -> Tensor:
     """What queries q [R, H, K, D], or the `chosen` ones [1, H, T, D], see of the first `length` [R] keys and values
     [R, H, S, D], put into `out`; times `by` if that has 8 bits."""
-    rows, heads, keys, width = k.shape
-    queries = q.shape[2]
+    heads, keys, width = k.shape[1:]
+    queries, rows = q.shape[2], len(q) if chosen is None else len(chosen.start) - 1
     block = 64 if queries > 16 else 16
     programs = AT_ONCE * processors(q.device)
     if chosen is None:
@@ -62,7 +62,7 @@ def over_few_keys(
         WIDTH=width,
         HAS_LENGTH=length is not None,
         PACKED=chosen is not None,
-        ROWS=triton.next_power_of_2(rows),
+        ROWS=1 if chosen is None else triton.next_power_of_2(rows),
         BLOCK_Q=block,
         BLOCK_K=max(triton.next_power_of_2(keys), 16),
         num_warps=4,

@@ -61,8 +61,8 @@ def over_packed(
 ) -> tuple[Tensor, Tensor | None]:
     """What the `chosen` queries q [1, H, T, D] see of the first `length` [R] keys and values [R, H, S, D] and, if they
     have `grown`, of as many more as there are queries of their row. See `attend`; `out` is [1, T, H, D]."""
-    rows, heads, keys, width = k.shape
-    queries, count = q.shape[2], processors(q.device)
+    heads, keys, width = k.shape[1:]
+    rows, queries, count = len(chosen.start) - 1, q.shape[2], processors(q.device)
     tuned = {"FEW": FEW, "SOME": SOME, **BLOCKS, **tuned}
     block = tuned["BLOCK_Q"]
     # Larger heads leave room for two programs of a processor.
