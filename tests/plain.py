@@ -36,15 +36,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, length: list[int] |
 
 
 def cosine(x: Array, log_scale: Array | None = None, positions: Array | None = None) -> Array:
-    """x [H, K, D] with a length of 1, or of exp(log_scale) [H] and at most 100, adjacent pairs turned by the angles
-    whose (cos, sin) are positions [K, D/2, 2]."""
+    """x [H, K, D] with a length of 1, or of exp(log_scale) [H] and at most 100; turned in `pairs` if there are
+    positions."""
     x = x / np.maximum(np.sqrt((x * x).sum(-1, keepdims=True)), 1e-12)
     if log_scale is not None:
         x = x * np.minimum(np.exp(log_scale), 100.0)[:, None, None]
-    if positions is None:
-        return x
+    return x if positions is None else pairs(x, positions)
+
+
+def pairs(x: Array, positions: Array) -> Array:
+    """Adjacent pairs of x [H, K, D] turned by the angles whose (cos, sin) are positions [K, D/2, 2]."""
     turned = (x[..., ::2] + 1j * x[..., 1::2]) * (positions[..., 0] + 1j * positions[..., 1])
     return np.stack((turned.real, turned.imag), -1).reshape(x.shape)
+
+
+def halves(x: Array, positions: Array) -> Array:
+    """Channels i and i + D/2 of x [H, K, D] turned, each by the angle of its own in positions [K, D, 2]."""
+    half = x.shape[-1] // 2
+    turned = np.empty_like(x)
+    for i in range(x.shape[-1]):
+        other = -x[..., i + half] if i < half else x[..., i - half]
+        turned[..., i] = x[..., i] * positions[:, i, 0] + other * positions[:, i, 1]
+    return turned
 
 
 def highest(score: Tensor, count: int) -> list[int]:

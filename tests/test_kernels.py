@@ -21,7 +21,7 @@ from nextscale.entropy import attention_entropy, token_entropy
 from nextscale.errors import NextscaleError
 from nextscale.guidance import combine
 from nextscale.kernels.absorbed import absorbs, attend_absorbed
-from nextscale.kernels.attention import attend, reference, runs_on
+from nextscale.kernels.attention import attend, new_tickets, reference, runs_on
 from nextscale.kernels.bits import fused_draw, takes
 from nextscale.kernels.conv import convolve
 from nextscale.kernels.conv import runs_on as convolves
@@ -30,7 +30,7 @@ from nextscale.kernels.exact import linear_exact
 from nextscale.kernels.fp8 import FORMAT, FP8Conv, FP8Linear, reads
 from nextscale.kernels.gelu import linear_gelu
 from nextscale.kernels.host import carry
-from nextscale.kernels.keys import stores
+from nextscale.kernels.keys import split_and_store, stores
 from nextscale.kernels.lens import BitHead, Filled, Lens, Look, fused_lens, looks
 from nextscale.kernels.maps import takes as maps_taken
 from nextscale.kernels.modulate import Norm, fuses, of_rows
@@ -45,7 +45,7 @@ from nextscale.methods.linkage import MOST, Linkage
 from nextscale.methods.residual import resize_tokens
 from nextscale.methods.selection import Packed, Selection, keep_highest, scatter
 from nextscale.models.infinity import InfinityState, TextAttention
-from nextscale.models.layers import MLP, SelfAttention
+from nextscale.models.layers import MLP, SelfAttention, rotate_half, rotate_pairs
 from nextscale.models.quantize import round_convolutions, to_fp8, usual_sizes
 from nextscale.models.stream import Stream
 from nextscale.runtime import make_executor
@@ -110,6 +110,96 @@ def test_attention_whose_newest_keys_lie_apart(device: str, shape) -> None:
     assert (entropy.cpu() - torch.from_numpy(right)).abs().max() < 2e-3
 
 
+def packed_cells(counts: Sequence[int], cells: int, device: str) -> tuple[Packed, list[torch.Tensor]]:
+    """So many of the cells of every row, and which."""
+    mask = torch.stack([torch.randperm(cells) < n for n in counts])
+    return Packed.of_mask(mask.to(device)), [row.nonzero()[:, 0] for row in mask]
+
+
+def check_packed(seen, entropy, q, keys, values, counts: Sequence[int], total: Sequence[int], most: float) -> None:
+    begin = 0
+    for row, n in enumerate(counts):
+        mine = slice(begin, begin + n)
+        begin += n
+        if n:
+            exact, right = plain.attention(q[:, :, mine], keys[row][None], values[row][None], 0.2, [total[row]])
+            assert off(seen[:, :, mine], exact) < most
+            assert entropy is None or (entropy[:, mine].cpu() - torch.from_numpy(right)).abs().max() < 2e-3
+
+
+@on_both
+@pytest.mark.parametrize("counts", [[0, 1], [1, 0], [63, 65], [17, 130, 5], [400, 3], [400, 400]])
+@pytest.mark.parametrize("length", [0, 37, 1500])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("width", [32, 128])
+def test_attention_of_packed_queries(device: str, counts: list[int], length: int, apart: bool, width: int) -> None:
+    torch.manual_seed(length)
+    rows, total = len(counts), [length + row + n for row, n in enumerate(counts)]
+    chosen, _ = packed_cells(counts, 400, device)
+    shape = 1, 3, len(chosen.cell), width
+    q = torch.randn(shape, device=device).to(dtype_of(device)) * 3
+    q[:, :, sum(counts) :] = math.nan
+    k, v = torch.randn(2, rows, 3, max(total) + 9, width, device=device).to(q.dtype)
+    tail = torch.full((2, rows, 3, 400, width), math.nan, device=device, dtype=q.dtype)
+    lengths = torch.arange(length, length + rows, device=device)
+    keys, values = k.clone(), v.clone()
+    for row, n in enumerate(total):
+        begin = n - counts[row]
+        for there, here in zip(tail, (k, v), strict=True):
+            there[row, :, : counts[row]] = here[row, :, begin:n]
+            here[row, :, begin if apart else n :] = math.nan
+    for entropy in (False, True):
+        seen, told = attend(
+            q, k, v, 0.2, lengths, None, entropy, tuple(tail) if apart else None, chosen=chosen, grown=True
+        )
+        assert seen.shape == q.shape
+        check_packed(seen, told, q, keys, values, counts, total, 0.01 if device == "cuda" else 1e-5)
+
+
+@on_both
+@pytest.mark.parametrize("counts", [[0, 1], [63, 65], [17, 130, 5], [400, 400]])
+@pytest.mark.parametrize("slots", [48, 200])
+def test_packed_queries_over_a_text(device: str, counts: list[int], slots: int) -> None:
+    torch.manual_seed(slots)
+    chosen, _ = packed_cells(counts, 400, device)
+    q = torch.randn(1, 3, len(chosen.cell), 128, device=device).to(dtype_of(device))
+    k, v = torch.randn(2, len(counts), 3, slots, 128, device=device).to(q.dtype)
+    length = [slots, 7, slots - 1][: len(counts)]
+    for row, n in enumerate(length):
+        k[row, :, n:] = v[row, :, n:] = math.nan
+    seen, _ = attend(q, k, v, 0.2, torch.tensor(length, device=device), chosen=chosen)
+    check_packed(seen, None, q, k, v, counts, length, 0.01 if device == "cuda" else 1e-5)
+
+
+@on_gpu
+def test_a_graph_of_packed_queries_is_replayed_with_other_counts(device: str) -> None:
+    """One launch for all counts; shares of the keys are put together alike every time."""
+    torch.manual_seed(0)
+    heads, cells = 4, 2048
+    place, _ = packed_cells([1, 1], cells, device)
+    q = torch.randn(1, heads, 2 * cells, 128, device=device).bfloat16()
+    k, v = torch.randn(2, 2, heads, 5000, 128, device=device).bfloat16()
+    length, tickets = torch.tensor([2900, 1500], device=device), new_tickets(q.device)
+
+    def see() -> tuple[torch.Tensor, torch.Tensor | None]:
+        return attend(q, k, v, 0.2, length, entropy=True, chosen=place, grown=True, tickets=tickets)
+
+    see()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seen, entropy = see()
+    for counts in ([1, 1], [2048, 800], [0, 3], [64, 64], [500, 700], [0, 0], [2048, 2048], [1, 1]):
+        place.start.copy_(packed_cells(counts, cells, device)[0].start)
+        graph.replay()
+        first = seen.clone()
+        total = [n + m for n, m in zip(length.tolist(), counts, strict=True)]
+        check_packed(seen, entropy, q, k, v, counts, total, 0.01)
+        assert not tickets.any()
+        graph.replay()
+        assert torch.equal(first[:, :, : sum(counts)], seen[:, :, : sum(counts)])
+
+
 @on_both
 @pytest.mark.parametrize("slots", [48, 64])
 def test_attention_that_absorbs_its_linear_layers(device: str, slots: int) -> None:
@@ -148,8 +238,8 @@ def test_attention_whose_keys_are_shared(shares: int) -> None:
     exact, right = reference(q.double(), k.double(), v.double(), 0.2, length, entropy=True)
     assert off(seen, exact) < 0.01
     assert (entropy - right).abs().max() < 2e-3
-    assert shares_of_keys(32, 1000) == 4
-    assert shares_of_keys(32, 100) == shares_of_keys(264, 4000) == 1
+    assert shares_of_keys(32, 1000, 132) == 4
+    assert shares_of_keys(32, 100, 132) == shares_of_keys(264, 4000, 132) == 1
 
 
 @pytest.mark.gpu
@@ -189,9 +279,10 @@ def test_the_entropy_of_equal_keys_is_the_logarithm_of_their_number() -> None:
     assert torch.allclose(attention_entropy(q, k, 1.0), torch.full((1, 3), 40.0).log())
 
 
-@on_both
+@pytest.mark.parametrize(
+    ("device", "ragged"), [("cpu", False), ("cpu", True), pytest.param("cuda", False, marks=gpu.marks)]
+)
 @pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("ragged", [False, True])
 def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool) -> None:
     torch.manual_seed(0)
     rows, tokens, heads, width = 2, 9, 3, 64
@@ -218,6 +309,43 @@ def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool
     seen = cache.attend(attn, q)
     assert seen.shape == (rows, heads, tokens, width)
     assert torch.isfinite(seen).all()
+
+
+@on_gpu
+@pytest.mark.parametrize("turn", ["still", "pairs", "halves"])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("counts", [[0, 1], [63, 65], [17, 130, 5]])
+def test_keys_and_values_of_packed_tokens(device: str, turn: str, normed: bool, counts: list[int]) -> None:
+    torch.manual_seed(0)
+    rows, cells, heads, width = len(counts), 130, 3, 64
+    rotate = rotate_half if turn == "halves" else rotate_pairs
+    attn = SelfAttention(heads * width, heads, normed, rotate).to(device).requires_grad_(False)
+    chosen, index = packed_cells(counts, cells, device)
+    qkv = torch.randn(1, len(chosen.cell), 3, heads, width, device=device).bfloat16()
+    qkv[:, sum(counts) :] = math.nan
+    angle = torch.randn(rows, cells, width if turn == "halves" else width // 2, device=device)
+    positions = None if turn == "still" else torch.stack((angle.cos(), angle.sin()), -1)
+    assert stores(attn, qkv, positions)
+    start = torch.arange(rows, device=device)
+    k, v = torch.full((2, rows, heads, 200, width), math.nan, device=device, dtype=qkv.dtype)
+    q = split_and_store(attn, qkv, positions, k, v, start, chosen)
+    assert q.shape == (1, heads, len(chosen.cell), width)
+    log_scale = None if attn.log_scale is None else plain.plain(attn.log_scale).flatten()
+    begin = 0
+    for row, n in enumerate(counts):
+        wanted = list(plain.plain(qkv[0, begin : begin + n]).transpose(1, 2, 0, 3))
+        for part in range(2):
+            if normed:
+                wanted[part] = plain.cosine(wanted[part], log_scale if part == 0 else None)
+            if positions is not None:
+                turned = plain.halves if turn == "halves" else plain.pairs
+                wanted[part] = turned(wanted[part], plain.plain(positions[row, index[row]]))
+        found = q[0, :, begin : begin + n], k[row, :, row : row + n], v[row, :, row : row + n]
+        for one, exact in zip(found, wanted, strict=True):
+            assert n == 0 or off(one, exact) < 0.01
+        for place in (k[row], v[row]):
+            assert torch.cat((place[:, :row], place[:, row + n :]), 1).isnan().all()
+        begin += n
 
 
 NORMS = {

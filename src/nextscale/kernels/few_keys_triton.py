@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.attention_pieces_triton import parts_of_rows, place_of_part
 from nextscale.kernels.fp8_triton import as_read, by_eights
+from nextscale.kernels.processors import processors
+
+if TYPE_CHECKING:
+    from nextscale.methods.selection import Packed
 
 FEW_KEYS = 128
-PROGRAMS = 396  # that run at once on a large GPU
+AT_ONCE = 3  # programs of a processor
 
 
 def over_few_keys(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, length: Tensor | None, out: Tensor, by: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    length: Tensor | None,
+    out: Tensor,
+    by: float,
+    chosen: Packed | None = None,
 ) -> Tensor:
-    """What queries q [R, H, K, D] see of the first `length` [R] keys and values [R, H, S, D], put into `out`; times
-    `by` if that has 8 bits."""
-    rows, heads, queries, width = q.shape
-    keys = k.shape[2]
+    """What queries q [R, H, K, D], or the `chosen` ones [1, H, T, D], see of the first `length` [R] keys and values
+    [R, H, S, D], put into `out`; times `by` if that has 8 bits."""
+    heads, keys, width = k.shape[1:]
+    queries, rows = q.shape[2], len(q) if chosen is None else len(chosen.start) - 1
     block = 64 if queries > 16 else 16
-    rounds = triton.cdiv(triton.cdiv(queries, block) * rows * heads, PROGRAMS)  # that many programs run at once
-    _few_keys[(triton.cdiv(queries, block * rounds), rows * heads)](
+    programs = AT_ONCE * processors(q.device)
+    if chosen is None:
+        rounds = triton.cdiv(triton.cdiv(queries, block) * rows * heads, programs)  # that many programs run at once
+        grid: tuple[int, ...] = (triton.cdiv(queries, block * rounds), rows * heads)
+    else:
+        # Every row and head may have a program that is not full.
+        rounds, grid = programs, (min(programs, triton.cdiv(queries, block) * heads) + rows * heads,)
+    _few_keys[grid](
         q,
         k,
         v,
         out,
         length if length is not None else q,
+        q if chosen is None else chosen.start,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
+        rows,
         heads,
         queries,
         keys,
@@ -40,6 +61,8 @@ def over_few_keys(
         rounds,
         WIDTH=width,
         HAS_LENGTH=length is not None,
+        PACKED=chosen is not None,
+        ROWS=1 if chosen is None else triton.next_power_of_2(rows),
         BLOCK_Q=block,
         BLOCK_K=max(triton.next_power_of_2(keys), 16),
         num_warps=4,
@@ -48,13 +71,14 @@ def over_few_keys(
     return out
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "rounds"])
+@triton.jit(do_not_specialize=["rows", "queries", "keys", "rounds"])
 def _few_keys(
     q_at,
     k_at,
     v_at,
     out_at,
     length_at,
+    start_at,
     q_row,
     q_head,
     q_token,
@@ -64,6 +88,7 @@ def _few_keys(
     v_row,
     v_head,
     v_token,
+    rows,
     heads,
     queries,
     keys,
@@ -72,11 +97,28 @@ def _few_keys(
     rounds,
     WIDTH: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    row = (tl.program_id(1) // heads).to(tl.int64)
-    head = tl.program_id(1) % heads
+    """Packed queries: `rounds` says how many programs there are; how many blocks each of them takes, their counts."""
+    if PACKED:
+        _, groups = parts_of_rows(start_at, rows, BLOCK_Q, ROWS)
+        each = tl.cdiv(groups * heads, rounds) * BLOCK_Q
+        before, parts = parts_of_rows(start_at, rows, tl.maximum(each, 1), ROWS)
+        if tl.program_id(0) >= parts * heads:
+            return
+        head = tl.program_id(0) // parts
+        its, first, end = place_of_part(tl.program_id(0) % parts, before, start_at, each)
+        row, query = its.to(tl.int64), tl.zeros((), tl.int64)
+    else:
+        row = (tl.program_id(1) // heads).to(tl.int64)
+        head = tl.program_id(1) % heads
+        each = rounds * BLOCK_Q
+        first, end = tl.program_id(0) * each, queries
+        query = row * queries
+        q_at += row * q_row
     if HAS_LENGTH:
         keys = tl.load(length_at + row).to(tl.int32)
     channel, other = tl.arange(0, WIDTH), tl.arange(0, BLOCK_K)
@@ -85,12 +127,12 @@ def _few_keys(
     v_place = v_at + row * v_row + head * v_head + other[:, None] * v_token + channel[None, :]
     k = tl.load(k_place, mask=visible[None, :], other=0.0)
     v = tl.load(v_place, mask=visible[:, None], other=0.0)
-    q_place = q_at + row * q_row + head * q_head
-    out_place = out_at + (row * queries * heads + head) * WIDTH + by_eights(WIDTH)
-    first = tl.program_id(0) * rounds * BLOCK_Q
-    for start in tl.range(first, tl.minimum(first + rounds * BLOCK_Q, queries), BLOCK_Q):
-        mine = start + tl.arange(0, BLOCK_Q)
-        real = (mine < queries)[:, None]
+    q_place = q_at + head * q_head
+    out_place = out_at + (query * heads + head) * WIDTH + by_eights(WIDTH)
+    end = tl.minimum(end, first + each)
+    for begin in tl.range(first, end, BLOCK_Q):
+        mine = begin + tl.arange(0, BLOCK_Q)
+        real = (mine < end)[:, None]
         q = tl.load(q_place + mine[:, None] * q_token + channel[None, :], mask=real, other=0.0)
         s = tl.where(visible[None, :], tl.dot(q, k) * scale, float("-inf"))
         p = tl.exp2(s - tl.max(s, 1)[:, None])

@@ -22,7 +22,10 @@ WIDTHS = (32, 64, 128)  # of a head
 
 
 def stores(attn: SelfAttention, qkv: Tensor, positions: Tensor | None) -> bool:
-    """Whether the kernel takes these. It turns adjacent pairs, as Infinity does, or nothing, as VAR."""
+    """Whether the kernel takes these. It turns adjacent pairs, as Infinity does, or halves, as HART, or nothing."""
     if split_and_store is None or not qkv.is_cuda or qkv.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return qkv.shape[-1] in WIDTHS and (positions is None or attn.pairs) and attn.log_scale is not None
+    width = qkv.shape[-1]
+    # An angle of every pair, or of every channel.
+    known = positions is None or positions.shape[-2] == (width // 2 if attn.pairs else width)
+    return width in WIDTHS and known

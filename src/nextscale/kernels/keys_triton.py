@@ -1,4 +1,8 @@
-"""One program takes some tokens of a row and one of its heads."""
+"""One program takes some tokens and one of their heads.
+
+The tokens of a complete scale are those of a row. Chosen tokens lie packed, and only the device knows how many they
+are: then there are always as many programs, and each takes such tokens until none are left.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.processors import processors
+
 if TYPE_CHECKING:
-    from nextscale.methods.selection import Selection
+    from nextscale.methods.selection import Packed
     from nextscale.models.layers import SelfAttention
 
 FEW, SMALL, LARGE = 256, 8, 16  # up to so many tokens, a program takes this number of them; else that
+AT_ONCE = 4  # programs of a processor when tokens lie packed
+STILL, PAIRS, HALVES = 0, 1, 2  # how positions turn queries and keys
 
 
 def split_and_store(
@@ -23,42 +31,98 @@ def split_and_store(
     keys: Tensor,
     values: Tensor,
     start: int | Tensor,
-    chosen: Selection | None = None,
+    chosen: Packed | None = None,
 ) -> Tensor:
     """qkv [R, K, 3, H, D] -> queries [R, H, K, D]; keys and values go to the cache [R, H, S, D] from `start` on, which
-    rows may each have their own of, [R]. The tokens are the `chosen` ones of those that `positions` belong to; padding
-    goes nowhere."""
+    rows may each have their own of, [R].
+
+    The tokens are all of those that `positions` [1 or R, K, ...] belong to, or the `chosen` ones of [1 or R, N, ...]:
+    then qkv is [1, T, 3, H, D], and queries are [1, H, T, D]. What lies behind the last of them goes nowhere.
+    """
     rows, tokens, _, heads, width = qkv.shape
     q = torch.empty(rows, tokens, heads, width, dtype=qkv.dtype, device=qkv.device)  # attention keeps this order
-    block = SMALL if tokens <= FEW else LARGE
-    grid = (triton.cdiv(tokens, block), heads, rows)
-    _split_and_store[grid](
+    block = SMALL if tokens <= FEW or chosen is not None else LARGE
+    blocks = triton.cdiv(tokens, block)
+    grid: tuple[int, ...] = (blocks, heads, rows)
+    if chosen is not None:
+        grid = (min(AT_ONCE * processors(qkv.device), blocks * heads),)
+    turn = STILL if positions is None else PAIRS if attn.pairs else HALVES
+    (_complete if chosen is None else _packed)[grid](
         qkv,
         q,
         keys,
         values,
-        attn.log_scale,
+        qkv if attn.log_scale is None else attn.log_scale,
         qkv if positions is None else positions,
         start if isinstance(start, Tensor) else qkv,
-        qkv if chosen is None else chosen.count,
-        qkv if chosen is None else chosen.index,
-        tokens,
+        *(() if chosen is None else (chosen.cell, chosen.start, *chosen.slot.shape)),
+        *(() if chosen is not None else (tokens,)),
         heads,
         0 if isinstance(start, Tensor) else start,
         0 if positions is None or len(positions) == 1 else positions.stride(0),
         *keys.stride()[:3],
         WIDTH=width,
-        ROTARY=positions is not None,
+        COSINE=attn.log_scale is not None,
+        TURN=turn,
         STARTS=isinstance(start, Tensor),
-        CHOSEN=chosen is not None,
         TOKENS=block,
         num_warps=4,
     )
     return q.transpose(1, 2)
 
 
+@triton.jit
+def _split(
+    token,
+    real,
+    head,
+    heads,
+    to,
+    position,
+    qkv_at,
+    q_at,
+    k_at,
+    v_at,
+    log_scale_at,
+    position_at,
+    WIDTH: tl.constexpr,
+    COSINE: tl.constexpr,
+    TURN: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Tokens that lie at `token` [TOKENS, 1] of all: their keys and values go `to` places of the cache, `position` says
+    where the cosines and sines of their places are."""
+    channel = tl.arange(0, WIDTH)[None, :]
+    # [.., 3, H, D]: a token has all its queries, then its keys, then its values.
+    at = qkv_at + (token * 3 * heads + head) * WIDTH + channel
+    value = tl.load(at + 2 * heads * WIDTH, mask=real, other=0.0)
+    # TURN is 0, 1 or 2: as they are, adjacent pairs turned, or halves.
+    if TURN > 0:
+        both = tl.load(position_at + position + tl.arange(0, TURN * WIDTH)[None, :], mask=real, other=0.0)
+        cos, sin = tl.split(tl.reshape(both, (TOKENS, TURN * WIDTH // 2, 2)))
+    for part in tl.static_range(2):
+        x = tl.load(at + part * heads * WIDTH, mask=real, other=0.0).to(tl.float32)
+        if COSINE:
+            by = 1.0 / tl.maximum(tl.sqrt(tl.sum(x * x, 1))[:, None], 1e-12)
+            if part == 0:
+                by *= tl.exp(tl.minimum(tl.load(log_scale_at + head), 4.605170185988092))
+            x *= by
+        if TURN == 1:
+            even, odd = tl.split(tl.reshape(x, (TOKENS, WIDTH // 2, 2)))
+            x = tl.interleave(cos * even - sin * odd, sin * even + cos * odd)
+        if TURN == 2:
+            first, second = tl.split(tl.permute(tl.reshape(x, (TOKENS, 2, WIDTH // 2)), (0, 2, 1)))
+            across = tl.permute(tl.join(-second, first), (0, 2, 1))
+            x = x * cos + tl.reshape(across, (TOKENS, WIDTH)) * sin
+        if part == 0:
+            tl.store(q_at + (token * heads + head) * WIDTH + channel, x.to(q_at.dtype.element_ty), mask=real)
+        else:
+            tl.store(k_at + to + channel, x.to(k_at.dtype.element_ty), mask=real)
+    tl.store(v_at + to + channel, value, mask=real)
+
+
 @triton.jit(do_not_specialize=["tokens", "start"])
-def _split_and_store(
+def _complete(
     qkv_at,
     q_at,
     k_at,
@@ -66,8 +130,6 @@ def _split_and_store(
     log_scale_at,
     position_at,
     start_at,
-    count_at,
-    index_at,
     tokens,
     heads,
     start,
@@ -76,43 +138,93 @@ def _split_and_store(
     cache_head,
     cache_token,
     WIDTH: tl.constexpr,
-    ROTARY: tl.constexpr,
+    COSINE: tl.constexpr,
+    TURN: tl.constexpr,
     STARTS: tl.constexpr,
-    CHOSEN: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    row = tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    real = token < tokens
-    stored = real
-    cell = token
-    if CHOSEN:
-        stored = token < tl.load(count_at + row)
-        cell = tl.load(index_at + row * tokens + token, mask=real, other=0)
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    rank = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     if STARTS:
         start = tl.load(start_at + row)
-    channel = tl.arange(0, WIDTH)[None, :]
-    if ROTARY:
-        turn = tl.load(position_at + row * position_row + cell * WIDTH + channel, mask=real, other=0.0)
-        cos, sin = tl.split(tl.reshape(turn, (TOKENS, WIDTH // 2, 2)))
-    head = tl.program_id(1)
-    # [R, K, 3, H, D]: a token has all its queries, then its keys, then its values.
-    at = qkv_at + (((row * tokens + token) * 3) * heads + head) * WIDTH + channel
-    value = tl.load(at + 2 * heads * WIDTH, mask=stored, other=0.0)
-    factor = tl.exp(tl.minimum(tl.load(log_scale_at + head), 4.605170185988092))
-    to = (start + token) * cache_token + row * cache_row + head * cache_head + channel
-    for part in tl.static_range(2):
-        both = tl.load(at + part * heads * WIDTH, mask=real, other=0.0).to(tl.float32)
-        by = 1.0 / tl.maximum(tl.sqrt(tl.sum(both * both, 1))[:, None], 1e-12)
-        if part == 0:
-            by *= factor
-        both *= by
-        if ROTARY:
-            even, odd = tl.split(tl.reshape(both, (TOKENS, WIDTH // 2, 2)))
-            both = tl.interleave(cos * even - sin * odd, sin * even + cos * odd)
-        if part == 0:
-            out = q_at + ((row * tokens + token) * heads + head) * WIDTH + channel
-            tl.store(out, both.to(q_at.dtype.element_ty), mask=real)
+    to = (start + rank) * cache_token + row * cache_row + head * cache_head
+    position = row * position_row + rank * (TURN * WIDTH)
+    token, real = row * tokens + rank, rank < tokens
+    _split(
+        token,
+        real,
+        head,
+        heads,
+        to,
+        position,
+        qkv_at,
+        q_at,
+        k_at,
+        v_at,
+        log_scale_at,
+        position_at,
+        WIDTH,
+        COSINE,
+        TURN,
+        TOKENS,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "cells", "start"])
+def _packed(
+    qkv_at,
+    q_at,
+    k_at,
+    v_at,
+    log_scale_at,
+    position_at,
+    start_at,
+    cell_at,
+    first_at,
+    rows,
+    cells,
+    heads,
+    start,
+    position_row,
+    cache_row,
+    cache_head,
+    cache_token,
+    WIDTH: tl.constexpr,
+    COSINE: tl.constexpr,
+    TURN: tl.constexpr,
+    STARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    total = tl.load(first_at + rows)
+    for unit in tl.range(tl.program_id(0), tl.cdiv(total, TOKENS) * heads, tl.num_programs(0)):
+        head = unit % heads  # neighbours read the same tokens
+        token = unit // heads * TOKENS + tl.arange(0, TOKENS)[:, None]
+        real = token < total
+        cell = tl.load(cell_at + token, mask=real, other=0)
+        its = cell // cells
+        row = its.to(tl.int64)
+        begin = tl.load(first_at + row, mask=real, other=0)
+        if STARTS:
+            begin -= tl.load(start_at + row, mask=real, other=0).to(tl.int32)
         else:
-            tl.store(k_at + to, both.to(k_at.dtype.element_ty), mask=stored)
-    tl.store(v_at + to, value, mask=stored)
+            begin -= start
+        to = (token - begin) * cache_token + row * cache_row + head * cache_head
+        position = row * position_row + (cell - its * cells) * (TURN * WIDTH)
+        _split(
+            token.to(tl.int64),
+            real,
+            head,
+            heads,
+            to,
+            position,
+            qkv_at,
+            q_at,
+            k_at,
+            v_at,
+            log_scale_at,
+            position_at,
+            WIDTH,
+            COSINE,
+            TURN,
+            TOKENS,
+        )
