@@ -118,7 +118,7 @@ class Again:
 class Pretended(Graphs):
     """Graphs without a GPU, so that the fixed places can be tested anywhere."""
 
-    text_slots = 8  # the tests' prompts are short
+    text_slots = (8,)  # the tests' prompts are short
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def test_what_was_packed_stays() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, module.parameters(), strict=True))
 
 
-SHAPES: tuple[dict, ...] = ({}, {"temperature": 0.5}, {"guidance_scale": 2.0}, {"top_k": 5})
+SHAPES: tuple[dict, ...] = ({}, {"greedy": True}, {"guidance_layers": -1}, {"guidance_layers": -2})
 
 
 def test_graphs_of_several_shapes_live_side_by_side(var) -> None:
@@ -662,7 +662,7 @@ def test_padding_of_prompts_changes_nothing(any_pipe) -> None:
     plain = ask(any_pipe, 2)
     other = copy.copy(any_pipe)
     other.executor = make_executor("eager", any_pipe.device)
-    other.executor.text_slots = 64
+    other.executor.text_slots = (64,)
     assert same_tokens(plain, ask(other, 2))
 
 

@@ -122,7 +122,7 @@ class Policy:
     # host numbers that `ScalePlan.variant` does not tell, or leaves tensors anywhere but in `memory` and the report.
     capturable: bool = False
 
-    method: Any = None  # its settings, hashable: policies with equal ones run the same code
+    method: Any = None  # its settings, hashable
     name: str = ""  # of the method, for errors
 
     def __init__(self, context: Context) -> None:
@@ -136,6 +136,14 @@ class Policy:
         """Whether it decides on the host alone, so that its scales are those of the plain run."""
         kind, inside = type(self), ("select", "fill", "complete", "end_scale", "report")
         return all(getattr(kind, name) is getattr(Policy, name) for name in inside)
+
+    @property
+    def structure(self) -> Hashable:
+        """Those of its settings that decide which code runs inside a scale, and with which numbers that nobody tells.
+
+        Calls that share them share captured scales. None: unknown, so nothing can be captured.
+        """
+        return self.method
 
     @property
     def looks_away(self) -> bool:
@@ -257,6 +265,10 @@ class Method(ABC):
             raise NextscaleError(f"{self.name}: start must return a Policy, not {shown(policy)}")
         policy.name = self.name
         return policy
+
+    def without(self, *names: str) -> Hashable:
+        """All settings but these."""
+        return type(self), *(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in names)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "fields": dataclasses.asdict(self)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,12 @@ class ComposedPolicy(Policy):
     @property
     def passive(self) -> bool:
         return all(p.passive for p in self.policies)
+
+    @property
+    def structure(self) -> Hashable:
+        """Of the parts that do something inside a scale: the others decide on the host alone."""
+        parts = tuple(p.structure for p in self.policies if not p.passive)
+        return None if None in parts else parts[0] if len(parts) == 1 else parts
 
     @property
     def looks_away(self) -> bool:

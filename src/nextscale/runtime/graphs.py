@@ -33,6 +33,7 @@ from nextscale.runtime.eager import Eager, Step, Task, Work
 from nextscale.runtime.program import SHARE, Inputs, Program
 from nextscale.runtime.recorded import Captured, Capturing, Chosen, Pieces, Recorded, Report, Told, Used
 from nextscale.runtime.shelf import Shelf, Slots
+from nextscale.sampling import ScaleNumbers
 from nextscale.schedule import Scale
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -47,7 +48,7 @@ MIN_FREE = 0.25  # of the device's memory: with less, only the newest are
 class Graphs(Eager):
     name = "graphs"
     overwrites = True
-    text_slots = 64
+    text_slots = (64, 128, 256, 512)
 
     def __init__(self) -> None:
         self.fast_decode = FastDecode()
@@ -74,8 +75,9 @@ class Graphs(Eager):
             logger.info("no CUDA graphs: %s", self.reason)
             return super().open(work, inputs, images, guided)
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in inputs)
-        method = None if work.policy.passive else work.policy.method
-        key = (work.backbone, work.schedule, work.sampling, shapes, images, guided, method)
+        method = None if work.policy.passive else work.policy.structure
+        sampling = work.sampling.structure(bits=bool(work.backbone.token_shape))
+        key = (work.backbone, work.schedule, sampling, shapes, images, guided, method)
         self.program = self.programs.pop(key, None)
         if self.program is None:
             self.make_place(work.backbone.device)
@@ -114,6 +116,11 @@ class Graphs(Eager):
             state = work.backbone.prepare(program.inputs, work.schedule)
         torch.cuda.synchronize()
         return graph, state
+
+    def numbers(self, work: Work, scale: Scale) -> ScaleNumbers:
+        if self.capturing is None or self.program is None:
+            return super().numbers(work, scale)
+        return ScaleNumbers(*self.program.settings[scale.index].unbind())
 
     def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
         program, scale, plan = self.program, task.scale, task.plan
@@ -351,6 +358,6 @@ def why_not(work: Work) -> str:
         return "tokens are forced"
     if not work.policy.passive and not work.policy.capturable:
         return "the method waits for the device inside a scale"
-    if not work.policy.passive and work.policy.method is None:
+    if not work.policy.passive and work.policy.structure is None:
         return "the policy does not say its method"
     return ""
