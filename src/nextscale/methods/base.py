@@ -151,6 +151,11 @@ class Policy:
         kind = type(self)
         return kind.select is Policy.select and kind.fill is Policy.fill
 
+    @property
+    def watches(self) -> bool:
+        """Whether it looks at the maps between two scales."""
+        return type(self).added is not Policy.added
+
     def expected_tokens(self) -> int:
         """KV slots per row to reserve at once; 0 = grow with what is kept."""
         return self.context.schedule.tokens

@@ -97,6 +97,10 @@ class ComposedPolicy(Policy):
     def looks_away(self) -> bool:
         return self.selecting.looks_away
 
+    @property
+    def watches(self) -> bool:
+        return any(p.watches for p in self.policies)
+
     def expected_tokens(self) -> int:
         return min(p.expected_tokens() for p in self.policies)
 
