@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ask, same_tokens
+from conftest import ask, embeds, same_tokens
 from nextscale import NOVA, SkipVAR
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Method, Policy
@@ -96,6 +96,40 @@ def settings_are_those_of_the_call(pipe, other, method: Method | None = None) ->
         expected, found = (ask(p, 1, method=method, output_type="latent", **options) for p in (pipe, other))
         assert same_tokens(expected, plain) == (not options), f"{options} changes nothing, so it cannot be seen"
         assert same(expected, found), options
+
+
+def numbers_are_told(pipe, other) -> None:
+    """Guidance, temperature, top-k and top-p change from call to call; what was captured is replayed."""
+    family = pipe.backbone.family
+    scales = len(ask(pipe, 1, output_type="latent").tokens)
+    some = [UNGUIDED[family] if k in (2, 4) else 2.5 for k in range(scales)]  # the others have a weight
+    numbers: list[dict[str, Any]] = [{"guidance_scale": 1.5}, {"guidance_scale": some}, {"temperature": 0.6}]
+    for base in ({"top_p": 0.9}, {"top_p": 0.0}):
+        plain = ask(pipe, 1, output_type="latent", **base)
+        ask(other, 1, output_type="latent", **base)
+        before = other.executor.captured
+        more = [{"top_p": 0.4}, {"top_k": 1}] if base["top_p"] else [{"top_k": 1 if family == "infinity" else 3}]
+        for options in (*numbers, *more, {}):
+            expected, found = (ask(p, 1, output_type="latent", **{**base, **options}) for p in (pipe, other))
+            assert same_tokens(expected, plain) == (not options), f"{options} changes nothing, so it cannot be seen"
+            assert same(expected, found), options
+        assert other.executor.captured == before
+    if family == "infinity":  # a bit has no codebook to be sorted
+        before = other.executor.captured
+        ask(other, 1, output_type="latent", top_p=0.9)
+        assert other.executor.captured == before
+
+
+def prompts_of_any_length(pipe, other) -> None:
+    """Few shapes of text: a full one and a short one share theirs. The model reads up to 128 tokens."""
+    seen = []
+    for length in (5, 65, 64, 100, 128, 5, 1, 65):
+        options = {"prompt_embeds": embeds(length, seed=length), "pixel_budget": "0.06M", "seed": 139}
+        expected, found = (p(output_type="latent", **options) for p in (pipe, other))
+        assert same(expected, found), length
+        seen.append(other.executor.captured)
+    scales = len(found.tokens)
+    assert seen == [scales] + [2 * scales] * 7
 
 
 def methods_are_those_of_the_call(pipe, other, methods: Sequence[Method]) -> None:

@@ -19,6 +19,7 @@ from conftest import BUNDLED, ask, same_tokens
 from nextscale import NOVA, DropGuidance, Pipeline, Truncate
 from nextscale.errors import NextscaleError
 from nextscale.runtime import make_executor
+from nextscale.runtime.graphs import Graphs
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 from nextscale.verify import verify
 from test_loop import test_ragged_selections_in_a_batch_equal_single_runs as check_ragged
@@ -138,6 +139,28 @@ def test_graphs_give_the_tokens_of_eager(name: str) -> None:
 @pytest.mark.parametrize("name", ["var", "infinity", "hart"])
 def test_settings_are_those_of_the_call(name: str) -> None:
     behaviours.settings_are_those_of_the_call(*both(name))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_numbers_are_told(name: str) -> None:
+    behaviours.numbers_are_told(*both(name))
+
+
+def test_prompts_of_any_length() -> None:
+    pipe, other = (tiny_infinity(text_length=128).to(DEVICE) for _ in range(2))
+    captured(other).executor.text_slots = Graphs.text_slots
+    behaviours.prompts_of_any_length(pipe, other)
+
+
+def test_ratios_are_told() -> None:
+    pipe, other = both("infinity")
+    before = []
+    for tau in (0.8, 0.8, 0.8, 0.7, 0.8):
+        method = NOVA(t_est=2, alpha=10, tau=tau)
+        expected, found = (ask(p, 1, method=method, output_type="latent") for p in (pipe, other))
+        assert behaviours.same(expected, found), tau
+        before.append(other.executor.captured)
+    assert before[2:] == before[1:2] * 3
 
 
 def test_methods_are_those_of_the_call() -> None:

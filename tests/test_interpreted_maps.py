@@ -144,6 +144,11 @@ def test_bits(shape: tuple[int, int, int]) -> None:
     rows = some(2 * images, tokens, bits, 2, by=3.0)
     found = fused_combine(rows, images, 2.5, 0.7)
     close(found, 0.7 * (2.5 * plain(rows[:images]) - 1.5 * plain(rows[images:])))
+    weight, one, by = torch.tensor([2.5, 1.0, 0.7], dtype=torch.float64).unbind()
+    for told in ((weight, by), (2.5, by), (weight, 0.7)):
+        assert torch.equal(fused_combine(rows, images, *told), found)
+    endless = torch.cat((rows[:images], torch.full_like(rows[images:], torch.inf)))
+    assert torch.equal(fused_combine(endless, images, one, 1.0), rows[:images])
     logits = some(images, tokens, bits, 2, by=3.0)
     logits[0, 0, 0] = 1.5  # as likely as each other
     z = plain(logits[..., 1]) - plain(logits[..., 0])
@@ -151,13 +156,15 @@ def test_bits(shape: tuple[int, int, int]) -> None:
     close(fused_entropy(logits, "bit"), bit_entropy(z).mean(-1))
     noise = fenced(torch.empty(logits.shape).exponential_())
     noise[0, 0, 0] = torch.tensor([0.5, 0.6])
-    for top_p in (0.0, 0.4, 0.9):
+    for top_p, top_k in ((0.0, 0), (0.4, 900), (0.9, 0), (0.9, 1), (0.0, 1)):
         p = np.stack((sigmoid(-z), sigmoid(z)), -1)
-        if top_p:  # of two values only the less likely one can be left out
-            p[(p <= 1 - top_p) & (p < p[..., ::-1])] = 0
+        if top_p or top_k == 1:  # of two values only the less likely one can be left out
+            p[((p <= 1 - top_p) | (top_k == 1)) & (p < p[..., ::-1])] = 0
         race = p / plain(noise)
         assert (np.abs(race[..., 0] - race[..., 1]) > 1e-6 * race.max(-1)).all(), "no decision is close"
-        assert np.array_equal(fused_draw(logits, noise, top_p).numpy(), race.argmax(-1))
+        assert np.array_equal(fused_draw(logits, noise, top_p, top_k).numpy(), race.argmax(-1))
+        told = torch.tensor([top_p, top_k], dtype=torch.float64).unbind()
+        assert np.array_equal(fused_draw(logits, noise, *told).numpy(), race.argmax(-1))
 
 
 @pytest.mark.parametrize("programs", [264, 1], ids=["parts", "whole"])

@@ -795,8 +795,8 @@ def test_codes_go_into_a_map_and_out_of_it(device: str, patchify: bool, grid) ->
 
 
 @on_both
-@pytest.mark.parametrize("top_p", [0.0, 0.97])
-def test_bits_are_drawn(device: str, top_p: float) -> None:
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.0, 0), (0.97, 0), (0.0, 1)])
+def test_bits_are_drawn(device: str, top_p: float, top_k: int) -> None:
     torch.manual_seed(0)
     raw = torch.randn(4, 300, 5, 2, device=device) * 3
     raw[0, 0, 0] = 0.0  # as likely as each other
@@ -809,10 +809,14 @@ def test_bits_are_drawn(device: str, top_p: float) -> None:
     assert off(token_entropy(logits), entropy.sum(-1)) < 1e-5
     assert off(token_entropy(logits, "bit"), entropy.mean(-1)) < 1e-5
     noise = torch.empty_like(logits).exponential_()
-    expected = (keep_top(logits, 0, top_p).softmax(-1) / noise).argmax(-1)
+    weight, by, p, k = torch.tensor([3.0, 1 / 0.7, top_p, top_k], dtype=torch.float64, device=device).unbind()
+    assert torch.equal(combine(raw, 2, None, weight, by), logits)
+    assert torch.equal(combine(raw, 2, None, weight), combine(raw, 2, None, 3.0))
+    expected = (keep_top(logits, top_k, top_p).softmax(-1) / noise).argmax(-1)
     assert takes(logits) == (device == "cuda")
     if device == "cuda":
-        assert torch.equal(fused_draw(logits, noise, top_p), expected.int())
+        assert torch.equal(fused_draw(logits, noise, top_p, top_k), expected.int())
+        assert torch.equal(fused_draw(logits, noise, p, k), expected.int())
 
 
 @on_both

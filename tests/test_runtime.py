@@ -8,6 +8,7 @@ import json
 import logging
 import weakref
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -115,7 +116,7 @@ class Again:
 class Pretended(Graphs):
     """Graphs without a GPU, so that the fixed places can be tested anywhere."""
 
-    text_slots = 8  # the tests' prompts are short
+    text_slots = (8,)  # the tests' prompts are short
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +293,7 @@ def test_what_was_packed_stays() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, module.parameters(), strict=True))
 
 
-SHAPES: tuple[dict, ...] = ({}, {"temperature": 0.5}, {"guidance_scale": 2.0}, {"top_k": 5})
+SHAPES: tuple[dict, ...] = ({}, {"greedy": True}, {"guidance_layers": -1}, {"guidance_layers": -2})
 
 
 def test_graphs_of_several_shapes_live_side_by_side(var) -> None:
@@ -574,7 +575,7 @@ def test_padding_of_prompts_changes_nothing(any_pipe) -> None:
     plain = ask(any_pipe, 2)
     other = copy.copy(any_pipe)
     other.executor = make_executor("eager", any_pipe.device)
-    other.executor.text_slots = 64
+    other.executor.text_slots = (64,)
     assert same_tokens(plain, ask(other, 2))
 
 
@@ -645,15 +646,64 @@ def test_settings_are_those_of_the_call(any_pipe) -> None:
     behaviours.settings_are_those_of_the_call(any_pipe, emulated(any_pipe))
 
 
+def test_numbers_are_told(any_pipe) -> None:
+    behaviours.numbers_are_told(any_pipe, emulated(any_pipe))
+
+
+def test_prompts_of_any_length() -> None:
+    pipe = tiny_infinity(text_length=128)
+    other = emulated(pipe)
+    other.executor.text_slots = Graphs.text_slots
+    behaviours.prompts_of_any_length(pipe, other)
+
+
+@pytest.mark.parametrize(
+    ("method", "like", "unlike"),
+    [
+        (NOVA(t_est=2, alpha=10), NOVA(t_est=2, alpha=5, tau=0.7, lam=0.2), NOVA(t_est=2, alpha=10, probe="previous")),
+        (RandomSelection(NOVA(t_est=2, alpha=10)), RandomSelection(NOVA(t_est=2, alpha=10), seed=3), NOVA(t_est=2)),
+        (ToProVAR(tau=0.3, a_max=0.9), ToProVAR(tau=0.35, a_max=0.9), ToProVAR(tau=0.3, a_max=0.8)),
+    ],
+    ids=["nova", "random", "toprovar"],
+)
+def test_what_only_the_host_reads_of_a_method_is_not_captured(infinity, method, like, unlike) -> None:
+    other = emulated(infinity)
+    recorded = []
+    for m in (method, method, method, like, method, unlike):
+        expected, found = (ask(pipe, 1, method=m, output_type="latent") for pipe in (infinity, other))
+        assert behaviours.same(expected, found), m
+        recorded.append(other.executor.recorded)
+    assert recorded[2:5] == [recorded[1]] * 3
+    assert recorded[5] > recorded[4]
+    assert len(other.executor.programs) == 2
+
+
+def test_parts_that_decide_on_the_host_are_not_captured(infinity) -> None:
+    """Only scales whose rows differ are: those without guidance."""
+    nova, other = NOVA(t_est=2, alpha=10), emulated(infinity)
+    recorded = []
+    for method in (nova, nova, nova + DropGuidance(6), nova + DropGuidance(7), nova + DropGuidance(6), nova):
+        expected, found = (ask(pipe, 1, method=method, output_type="latent") for pipe in (infinity, other))
+        assert behaviours.same(expected, found), method
+        recorded.append(other.executor.recorded)
+    assert len(other.executor.programs) == 1
+    assert [b - a for a, b in pairwise(recorded)] == [7, 2, 1, 0, 0]
+
+
 def test_settings_are_those_of_the_call_of_a_method(infinity) -> None:
     method = NOVA(t_est=2, alpha=10, entropy_of="guided")
     behaviours.settings_are_those_of_the_call(infinity, emulated(infinity), method)
 
 
-@pytest.mark.parametrize("kind", [NOVA, SparseVAR])
+@pytest.mark.parametrize("kind", [NOVA, SparseVAR, ToProVAR])
 def test_methods_are_those_of_the_call(infinity, kind) -> None:
     methods = [m for m in CAPTURED.values() if isinstance(m, kind)]
-    methods = methods[:5] if kind is NOVA else [*methods, SparseVAR(start_scale=0.5, tau=0.95)]
+    more = {
+        NOVA: [NOVA(t_est=2, alpha=10, lam=1.0), NOVA(t_est=2, alpha=10, scale_linkage=False)],
+        SparseVAR: [SparseVAR(start_scale=0.5, tau=0.95)],
+        ToProVAR: [ToProVAR(**{"tau": 0.3, "a_max": 0.9, **given}) for given in ({"center": False}, {}, {"tau": 0.9})],
+    }
+    methods = [*methods[:5], *more[kind]]
     behaviours.methods_are_those_of_the_call(infinity, emulated(infinity), methods)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from nextscale.draws import PerImageDraws
 from nextscale.guidance import combine, combine_inside, ramp
-from nextscale.sampling import Sampling, keep_top
+from nextscale.sampling import FEW, Sampling, keep_told_top, keep_top
 from nextscale.schedule import INFINITY_GRIDS, Schedule, infinity_schedule, infinity_schedule_for_size
 from nextscale.tokenizers.vq import _PHI_OF_SCALE, phi_of_scale
 
@@ -37,6 +37,30 @@ def test_top_p_acts_on_what_top_k_left() -> None:
     assert kept(logits, top_k=0, top_p=0.5) == [0, 1]
 
 
+@pytest.mark.parametrize(("top_k", "looks_at"), [(0, 0), (0, None), (1, 4), (3, None), (3, 4), (4, 4), (900, None)])
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("values", [2, 7])
+def test_filters_that_are_told_their_numbers(values: int, top_p: float, top_k: int, looks_at: int | None) -> None:
+    logits = torch.randn(3, 5, values, generator=torch.Generator().manual_seed(0))
+    logits[0, 0, :] = torch.arange(values) // 2  # ties
+    if top_p and values > 2:
+        logits, looks_at = logits[1:], None
+    told = (torch.tensor(number, dtype=torch.float64) for number in (top_k, top_p))
+    if values == 2 and top_k == 1:
+        top_p = 0.0  # one is left
+    assert torch.equal(keep_told_top(logits, *told, looks_at), keep_top(logits, top_k, top_p))
+
+
+def test_what_a_filter_looks_at() -> None:
+    def looks_at(**options) -> int | None:
+        return Sampling.make(3, guidance=(1.0,) * 3, **options).looks_at
+
+    assert looks_at() == 0
+    assert looks_at(top_k=[0, 7]) == looks_at(top_k=FEW) == FEW
+    assert looks_at(top_k=FEW + 1) is None
+    assert looks_at(top_p=0.5) is None
+
+
 def test_vars_ramp() -> None:
     assert ramp(3.0, 4) == (1.0, 2.0, 3.0, 4.0)
     assert ramp([0.0, 1.0, 2.0], 3) == (1.0, 2.0, 3.0)
@@ -51,6 +75,31 @@ def test_guidance_of_some_images() -> None:
     assert inside == [-8.0, 2.0, -24.0, -8.0, -24.0]
     assert torch.equal(combine_inside(rows, 3, guided, 1.0), rows)
     assert torch.equal(combine(rows[:3], 3, None, 2.0), rows[:3])
+
+
+@pytest.mark.parametrize("guided", [None, torch.tensor([0, 2])])
+@pytest.mark.parametrize("weight", [1.0, 2.3])
+def test_guidance_that_is_told_its_numbers(weight: float, guided: torch.Tensor | None) -> None:
+    rows = torch.randn(6 if guided is None else 5, 4, generator=torch.Generator().manual_seed(0))
+    w, by = (torch.tensor(number, dtype=torch.float64) for number in (weight, 1 / 0.7))
+    if weight == 1:
+        rows[-1] = torch.inf  # nothing of it is nothing
+    assert torch.equal(combine(rows, 3, guided, w, by), combine(rows, 3, guided, weight, 1 / 0.7))
+    assert torch.equal(combine(rows[:3], 3, None, w, by), combine(rows[:3], 3, None, weight, 1 / 0.7))
+    assert torch.equal(combine_inside(rows, 3, guided, w), combine_inside(rows, 3, guided, weight))
+
+
+def test_calls_that_differ_in_numbers_have_one_structure() -> None:
+    def structure(bits: bool = False, guidance=(3.0, 3.0), **options):
+        return Sampling.make(2, guidance=guidance, **options).structure(bits)
+
+    usual = structure(top_k=5)
+    assert usual == structure(guidance=(1.0, 4.0), temperature=0.5, top_k=[0, 9])
+    for other in ({"greedy": True}, {"smooth": True}, {"guidance_layers": (-1,)}, {"guidance": (3.0, 1.0)}):
+        assert structure(top_k=5, **other) != usual
+    assert structure() != usual, "nothing is looked for"
+    assert structure(top_p=0.5) != usual, "it sorts"
+    assert structure(True, top_p=0.5) == structure(True, top_k=1) == structure(True)
 
 
 def test_schedule_table() -> None:

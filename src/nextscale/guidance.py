@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from nextscale.arguments import is_single, read_list, read_number
 from nextscale.errors import NextscaleError
 from nextscale.kernels.bits import fused_combine, takes
+
+Number = float | Tensor  # of the host; or [] in float64 on the device, where a captured scale reads it
 
 
 def per_scale(value: float | Sequence[float], scales: int, what: str) -> tuple[float, ...]:
@@ -31,27 +34,34 @@ def ramp(value: float | Sequence[float], scales: int) -> tuple[float, ...]:
     return tuple(1 + e for e in extra)
 
 
-def combine(rows: Tensor, images: int, guided: Tensor | None, weight: float, by: float = 1.0) -> Tensor:
+def told(number: Number) -> TypeGuard[Tensor]:
+    """Whether only the device knows its value, so that no code may depend on it."""
+    return isinstance(number, Tensor)
+
+
+def combine(rows: Tensor, images: int, guided: Tensor | None, weight: Number, by: Number = 1.0) -> Tensor:
     """Rows [conditional of every image, unconditional of the guided ones], multiplied with `by` -> one per image.
 
     `guided` holds the places of the guided images among the conditional rows; None = all or nothing.
     """
-    if takes(rows) and weight != 1 and guided is None and len(rows) == 2 * images:
+    if takes(rows) and (told(weight) or weight != 1) and guided is None and len(rows) == 2 * images:
         return fused_combine(rows, images, weight, by)
-    rows = rows if by == 1 else rows.mul(by)
+    rows = rows.mul(by) if told(by) or by != 1 else rows
     conditional, unconditional = rows[:images], rows[images:]
-    if weight == 1 or not len(unconditional):
+    if not len(unconditional) or (not told(weight) and weight == 1):
         return conditional
-    if guided is None:
-        return weight * conditional + (1 - weight) * unconditional
-    guided = guided.to(rows.device)
-    mixed = weight * conditional[guided] + (1 - weight) * unconditional
-    return conditional.index_copy(0, guided, mixed)
+    guided = None if guided is None else guided.to(rows.device)
+    alone = conditional if guided is None else conditional[guided]
+    mixed = weight * alone + (1 - weight) * unconditional
+    if told(weight):  # nothing of a row that is infinite is not a number
+        mixed = torch.where(weight == 1, alone, mixed)
+    return mixed if guided is None else conditional.index_copy(0, guided, mixed)
 
 
-def combine_inside(rows: Tensor, images: int, guided: Tensor | None, weight: float) -> Tensor:
+def combine_inside(rows: Tensor, images: int, guided: Tensor | None, weight: Number) -> Tensor:
     """Guidance between two blocks: both rows of a guided image go on with the combined state."""
-    if weight == 1 or len(rows) == images:
+    if len(rows) == images or (not told(weight) and weight == 1):
         return rows
     mixed = combine(rows, images, guided, weight)
-    return torch.cat((mixed, mixed if guided is None else mixed[guided.to(rows.device)]))
+    mixed = torch.cat((mixed, mixed if guided is None else mixed[guided.to(rows.device)]))
+    return torch.where(weight == 1, rows, mixed) if told(weight) else mixed

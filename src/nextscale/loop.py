@@ -70,7 +70,7 @@ def generate(
     """Feature maps of `images` pictures, in the returned Run; `advance` is told of every scale."""
     executor = executor or Eager()
     guided = sampling.guided_until > 0
-    watched = on_scale_end is not None or type(policy).added is not Policy.added
+    watched = on_scale_end is not None or policy.watches
     work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced, watched)
     run = executor.open(work, backbone.read(condition, guided), images, guided)
     expected = policy.expected_tokens()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from nextscale.arguments import is_single, read_count, read_list, read_number, shown
 from nextscale.draws import Draws, PerImageDraws
 from nextscale.errors import NextscaleError
-from nextscale.guidance import per_scale
+from nextscale.guidance import Number, per_scale, told
 from nextscale.kernels.bits import fused_draw, takes
 from nextscale.schedule import Scale, Schedule
 
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from nextscale.tokenizers.base import ImageTokenizer
 
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FEW = 1024  # codes: to find a top k among them takes less memory than to sort the whole codebook
+
+
+class ScaleNumbers(NamedTuple):
+    """Settings of a scale that are but numbers: calls that differ in them run the same code."""
+
+    weight: Number  # of guidance
+    by: Number  # multiplies the logits: 1 / temperature
+    top_k: Number
+    top_p: Number
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,25 @@ class Sampling:
         """The number of scales after which no scale is guided any more."""
         return max((k + 1 for k, weight in enumerate(self.guidance) if weight != 1), default=0)
 
+    def numbers(self, scale: int) -> ScaleNumbers:
+        return ScaleNumbers(self.guidance[scale], 1 / self.temperature[scale], self.top_k[scale], self.top_p)
+
+    def all_numbers(self, pinned: bool = False) -> Tensor:
+        """Of every scale, [scales, 4]: what a device is told."""
+        rows = [self.numbers(scale) for scale in range(len(self.guidance))]
+        return torch.tensor(rows, dtype=torch.float64, pin_memory=pinned)
+
+    @property
+    def looks_at(self) -> int | None:
+        """How many of the likeliest codes a filter that is told its numbers looks at: 0 if it is off, None = all."""
+        most = max(self.top_k)
+        return None if self.top_p or most > FEW else FEW if most else 0
+
+    def structure(self, bits: bool) -> Hashable:
+        """What decides which code runs, apart from the schedule and the rows of a scale."""
+        filters = None if self.greedy or bits else self.looks_at
+        return self.guided_until, self.progress, self.greedy, self.smooth, self.guidance_layers, filters
+
 
 @dataclass
 class Drawn:
@@ -97,23 +126,49 @@ def keep_top(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits
 
 
+def keep_told_top(logits: Tensor, top_k: Tensor, top_p: Tensor, looks_at: int | None) -> Tensor:
+    """The same with numbers that only the device knows; `looks_at` is what `Sampling` says."""
+    values = logits.shape[-1]
+    rest = torch.where(top_p > 0, 1 - top_p, -1)  # no share is as small
+    if values == 2:
+        rest = torch.where(top_k == 1, 1, rest)
+        unlikely = (logits.softmax(dim=-1) <= rest) & (logits < logits.amax(dim=-1, keepdim=True))
+        return logits.masked_fill(unlikely, -torch.inf)
+    if looks_at == 0:
+        return logits
+    if looks_at is not None:
+        highest = logits.topk(min(looks_at, values), dim=-1).values
+        lowest = highest.index_select(-1, (top_k.long() - 1).clamp(0, highest.shape[-1] - 1)[None])
+        return logits.masked_fill((logits < lowest) & (top_k > 0), -torch.inf)
+    ordered, order = logits.sort(dim=-1)
+    lowest = ordered.index_select(-1, torch.where(top_k > 0, values - top_k, 0).long().clamp_min(0)[None])
+    ordered = ordered.masked_fill(ordered < lowest, -torch.inf)
+    outside = (ordered.softmax(dim=-1).cumsum(dim=-1) <= rest) | (ordered == -torch.inf)
+    outside[..., -1] = False
+    return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
+
+
 def sample(
     logits: Tensor,
     scale: Scale,
     sampling: Sampling,
+    numbers: ScaleNumbers,
     draws: Draws,
     images: Sequence[int],
     tokenizer: ImageTokenizer,
     forced: Tensor | None = None,
 ) -> Drawn:
     """Choose a token for every cell. `forced` replaces the choice, but the random numbers are still drawn."""
-    top_k = sampling.top_k[scale.index]
+    top_k, top_p = numbers.top_k, numbers.top_p
     if sampling.greedy:
         tokens = logits.argmax(dim=-1)
-    elif takes(logits) and top_k != 1 and isinstance(draws, PerImageDraws):
-        tokens = fused_draw(logits, draws.race(logits, scale.index, images), sampling.top_p)
+    elif takes(logits) and isinstance(draws, PerImageDraws):
+        tokens = fused_draw(logits, draws.race(logits, scale.index, images), top_p, top_k)
     else:
-        logits = keep_top(logits, top_k, sampling.top_p)
+        if told(top_k) and told(top_p):
+            logits = keep_told_top(logits, top_k, top_p, sampling.looks_at)
+        else:
+            logits = keep_top(logits, int(top_k), float(top_p))
         tokens = draws.categorical(logits.softmax(dim=-1), scale.index, images)
     if forced is None and sampling.smooth:
         # Temperature falls with the scale, as in MaskGIT; the constants are the official ones.

@@ -51,7 +51,9 @@ def tiny_var(seed: int = 0, shared_modulation: bool = False, cosine_attention: b
     return _pipeline("tiny-var", backbone, tokenizer, Defaults(3.0, top_k=20), None, seed)
 
 
-def tiny_infinity(seed: int = 0, patchify: bool = False, text_dim: int = 128, width: int = 32) -> Pipeline:
+def tiny_infinity(
+    seed: int = 0, patchify: bool = False, text_dim: int = 128, width: int = 32, text_length: int = 16
+) -> Pipeline:
     """10 scales up to 32 x 32 tokens; prompts are given as `prompt_embeds` of width `text_dim`."""
     tokenizer = BSQTokenizer(
         BSQConfig(code_dim=4, channels=32, multipliers=(1, 1), residual_blocks=1, patchify=patchify)
@@ -63,7 +65,7 @@ def tiny_infinity(seed: int = 0, patchify: bool = False, text_dim: int = 128, wi
         bits=tokenizer.bits,
         hidden=64,
         text_dim=text_dim,
-        text_length=16,
+        text_length=text_length,
         pool_heads=2,
     )
     return _pipeline("tiny-infinity", Infinity(config), tokenizer, Defaults(3.0, top_p=0.97), "0.25M", seed)

@@ -120,7 +120,7 @@ class Policy:
     # host numbers that `ScalePlan.variant` does not tell, or leaves tensors anywhere but in `memory` and the report.
     capturable: bool = False
 
-    method: Any = None  # its settings, hashable: policies with equal ones run the same code
+    method: Any = None  # its settings, hashable
     name: str = ""  # of the method, for errors
 
     def __init__(self, context: Context) -> None:
@@ -135,10 +135,23 @@ class Policy:
         return all(getattr(kind, name) is getattr(Policy, name) for name in inside)
 
     @property
+    def structure(self) -> Hashable:
+        """Those of its settings that decide which code runs inside a scale, and with which numbers that nobody tells.
+
+        Calls that share them share captured scales. None: unknown, so nothing can be captured.
+        """
+        return self.method
+
+    @property
     def looks_away(self) -> bool:
         """Whether it leaves every layer alone, so that nothing has to be shown to it inside a scale."""
         kind = type(self)
         return kind.select is Policy.select and kind.fill is Policy.fill
+
+    @property
+    def watches(self) -> bool:
+        """Whether it looks at the maps between two scales."""
+        return type(self).added is not Policy.added
 
     def expected_tokens(self) -> int:
         """KV slots per row to reserve at once; 0 = grow with what is kept."""
@@ -252,6 +265,10 @@ class Method(ABC):
             raise NextscaleError(f"{self.name}: start must return a Policy, not {shown(policy)}")
         policy.name = self.name
         return policy
+
+    def without(self, *names: str) -> Hashable:
+        """All settings but these."""
+        return type(self), *(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in names)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "fields": dataclasses.asdict(self)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +80,18 @@ class ComposedPolicy(Policy):
         return all(p.passive for p in self.policies)
 
     @property
+    def structure(self) -> Hashable:
+        """Of the parts that do something inside a scale: the others decide on the host alone."""
+        parts = tuple(p.structure for p in self.policies if not p.passive)
+        return None if None in parts else parts[0] if len(parts) == 1 else parts
+
+    @property
     def looks_away(self) -> bool:
         return self.selecting.looks_away
+
+    @property
+    def watches(self) -> bool:
+        return any(p.watches for p in self.policies)
 
     def expected_tokens(self) -> int:
         return min(p.expected_tokens() for p in self.policies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +111,11 @@ class NOVAPolicy(CachedPolicy):
         self.learns = method.cache != "zero" or self.probe == "previous" or method.metric == "mse"
         # What a layer sees then does not depend on the layer: one selection serves the whole scale.
         self.once = self.probe == "previous" and not method.layer_linkage and method.metric in ("entropy", "random")
+
+    @property
+    def structure(self) -> Hashable:
+        """The others make the ratios, which are told."""
+        return self.method.without("alpha", "tau", "lam", "scale_linkage", "scale_table")
 
     # Between scales, on the host
 

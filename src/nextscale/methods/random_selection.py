@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,12 @@ class RandomPolicy(ComposedPolicy):
     def __init__(self, context: Context, like: Policy, method: RandomSelection) -> None:
         super().__init__(context, [like], like)
         self.method = method
+
+    @property
+    def structure(self) -> Hashable:
+        """What the seed gives is told."""
+        like = super().structure
+        return None if like is None else (RandomSelection, like)
 
     def begin_scale(self, scale: Scale) -> ScalePlan:
         plan = super().begin_scale(scale)

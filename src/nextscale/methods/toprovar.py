@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +67,11 @@ class ToProVARPolicy(CachedPolicy):
         self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
         self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Numbers]]] = []
         self.rho: dict[tuple[int, int], float] = {}  # image, scale
+
+    @property
+    def structure(self) -> Hashable:
+        """The others decide who is active, and what is told of layers."""
+        return self.method.without("tau", "scale_stage", "center")
 
     # Between scales, on the host
 

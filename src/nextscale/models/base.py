@@ -18,6 +18,7 @@ from nextscale.schedule import Scale, Schedule, Size
 
 if TYPE_CHECKING:
     from nextscale.draws import Draws
+    from nextscale.guidance import Number
     from nextscale.kernels.lens import BitHead
     from nextscale.methods.selection import Selection
     from nextscale.models.layers import SelfAttention
@@ -189,7 +190,7 @@ class Backbone(nn.Module, ABC):
         return tuple(k / max(scales - 1, 1) for k in range(scales))
 
     def finish(
-        self, state: Any, x: Tensor, drawn: Drawn, tokenizer: ImageTokenizer, rows: Rows, weight: float, draws: Draws
+        self, state: Any, x: Tensor, drawn: Drawn, tokenizer: ImageTokenizer, rows: Rows, weight: Number, draws: Draws
     ) -> Tensor:
         """What the last scale adds, [B, N, d]; x [R, N, C] is the output of its last block."""
         return drawn.codes

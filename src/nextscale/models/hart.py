@@ -14,7 +14,7 @@ from nextscale.arguments import is_single
 from nextscale.config import MAX_BLOCKS, MAX_SIDE, Config, Limits
 from nextscale.draws import Draws
 from nextscale.errors import NextscaleError
-from nextscale.guidance import combine, ramp
+from nextscale.guidance import Number, combine, ramp, told
 from nextscale.kernels.modulate import Norm
 from nextscale.kernels.parts import Parts
 from nextscale.kernels.ragged import ragged_gated
@@ -223,14 +223,14 @@ class HART(Backbone):
         return head_logits(self.head_linear, self.head_norm(x) * (1 + scale) + shift, codes)
 
     def finish(
-        self, state: Any, x: Tensor, drawn: Drawn, tokenizer: ImageTokenizer, rows: Rows, weight: float, draws: Draws
+        self, state: Any, x: Tensor, drawn: Drawn, tokenizer: ImageTokenizer, rows: Rows, weight: Number, draws: Draws
     ) -> Tensor:
         """The last codes and what diffusion finds that they leave out."""
         token = self.word_embed(tokenizer.codes(drawn.tokens).to(self.dtype)).float()
         condition = self.residual_norm(x + rows.spread(token)).to(self.dtype)
         last = len(self.config.sides) - 1
         # At this very weight the original runs its sampler without guidance.
-        weight = 1.0 if weight == 2.0 else weight
+        weight = torch.where(weight == 2, 1.0, weight) if told(weight) else 1.0 if weight == 2.0 else weight
         residual = self.residual.sample(
             condition,
             rows.spread,

@@ -66,7 +66,7 @@ class TextCondition:
 
     text: Sequence[Tensor]
     negative: Sequence[Tensor | None] | None = None  # None: the model's own unconditional text
-    slots: int = 1  # the prompts are padded to a multiple of it, so that fewer shapes occur
+    slots: tuple[int, ...] = ()  # prompts are padded to the next of them, so that few shapes occur; () = to the longest
     places: Sequence[Tensor] | None = None  # HART: the position of every slot of `text`; None = counted
 
 
@@ -203,11 +203,16 @@ def rotary_table(head_dim: int, schedule: Schedule, device: torch.device) -> Ten
 
 @functools.lru_cache(maxsize=64)  # the same on every call with prompts of these lengths
 @torch.inference_mode(False)
-def lengths_and_mask(counts: tuple[int, ...], slots: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Of prompts that are padded to `slots`: lengths [R], and mask [R, 1, 1, T] (None if no row is padded)."""
+def lengths_and_mask(
+    counts: tuple[int, ...], slots: int, device: torch.device, always: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Of prompts that are padded to `slots`: lengths [R], and mask [R, 1, 1, T].
+
+    Unless there is `always` one, it is None if no row is padded.
+    """
     lengths = torch.tensor(counts)
     mask = (torch.arange(slots) < lengths[:, None])[:, None, None]
-    return sent(lengths, device), None if mask.all() else sent(mask, device)
+    return sent(lengths, device), None if mask.all() and not always else sent(mask, device)
 
 
 class Infinity(ModulatedBackbone):
@@ -258,12 +263,17 @@ class Infinity(ModulatedBackbone):
         return rows
 
     def read(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The prompts as text [R, T, text_dim], lengths [R] and mask [R, 1, 1, T] (None if no row is padded)."""
+        """The prompts as text [R, T, text_dim], lengths [R] and mask [R, 1, 1, T].
+
+        Without a choice of slots no row may be padded, and then the mask is None.
+        """
         rows = self.text_rows(condition, guided)
         counts = tuple(map(len, rows))
-        slots = -(-max(counts) // condition.slots) * condition.slots
+        slots, most = max(counts), self.config.text_length
+        if condition.slots:
+            slots = next((s for s in condition.slots if slots <= s < most), max(most, slots))
         text = torch.stack([F.pad(row, (0, 0, 0, slots - len(row))) for row in rows]).float()
-        return text, *lengths_and_mask(counts, slots, self.device)
+        return text, *lengths_and_mask(counts, slots, self.device, always=bool(condition.slots))
 
     def read_text(self, text: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Pooled condition [R, C] and what cross-attention reads, [R, T, C]."""

@@ -15,7 +15,7 @@ from nextscale.attention import fresh_shapes
 from nextscale.draws import Draws
 from nextscale.entropy import token_entropy
 from nextscale.errors import NextscaleError
-from nextscale.guidance import combine, combine_inside
+from nextscale.guidance import Number, combine, combine_inside
 from nextscale.kernels.lens import Lens, looks
 from nextscale.kv import LayerCache, Memory, WatchedCache, count_lengths
 from nextscale.methods.base import Numbers, Policy, ScalePlan, Stats
@@ -24,7 +24,7 @@ from nextscale.methods.selection import Packed, Selection
 from nextscale.models.base import Backbone, takes_packed, through
 from nextscale.models.stream import Stream
 from nextscale.run import Rows, Run, not_finite
-from nextscale.sampling import Sampling, sample
+from nextscale.sampling import Sampling, ScaleNumbers, sample
 from nextscale.schedule import Scale, Schedule
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -74,7 +74,7 @@ class Step:
 class Eager:
     name = "eager"
     overwrites = False  # whether the next scale writes into the tensors of a Step
-    text_slots = 1  # prompts are padded to a multiple of it
+    text_slots: tuple[int, ...] = ()  # prompts are padded to the next of them; () = to the longest
     through = staticmethod(through)
     token_entropy = staticmethod(token_entropy)
 
@@ -133,11 +133,16 @@ class Eager:
         """Whether nothing may be waited for."""
         return False
 
+    def numbers(self, work: Work, scale: Scale) -> ScaleNumbers:
+        """Of the settings, as the code of this scale reads them."""
+        return work.sampling.numbers(scale.index)
+
     def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
         """From the maps so far [b, d, H, W] of the images that run to those with this scale in them."""
         backbone, tokenizer, sampling, policy = work.backbone, work.tokenizer, work.sampling, work.policy
         scale, rows, state = task.scale, task.rows, task.state
-        weight = sampling.guidance[scale.index]
+        numbers = self.numbers(work, scale)
+        weight = numbers.weight
         before = rows.spread(tokenizer.inputs(features, scale)) if scale.index else None
         x = backbone.embed(state, before, scale)
         x, stats = self.run_blocks(work, task, x, kv, weight)
@@ -146,7 +151,7 @@ class Eager:
         x, cell_weight = completed
         raw = self.head(backbone, state, x)
         on_logits = weight if 0 in sampling.guidance_layers else 1.0
-        logits = combine(raw, rows.images, rows.guided, on_logits, 1 / sampling.temperature[scale.index])
+        logits = combine(raw, rows.images, rows.guided, on_logits, numbers.by)
         try:
             self.require_finite(raw, logits, scale, backbone)
         except NextscaleError as error:
@@ -158,7 +163,7 @@ class Eager:
         check_report(policy, report)
         self.told(report)
         target = work.forced[scale.index][list(rows.which)] if scale.index < len(work.forced) else None
-        drawn = sample(logits, scale, sampling, work.draws, rows.which, tokenizer, target)
+        drawn = sample(logits, scale, sampling, numbers, work.draws, rows.which, tokenizer, target)
         codes = drawn.codes
         if scale.index == len(work.schedule) - 1:
             codes = backbone.finish(state, x, drawn, tokenizer, rows, weight, work.draws)
@@ -167,7 +172,7 @@ class Eager:
         return Step(features, drawn.tokens, logits, raw, x, stats, report)
 
     def run_blocks(
-        self, work: Work, task: Task, x: Tensor, kv: Sequence[LayerCache], weight: float
+        self, work: Work, task: Task, x: Tensor, kv: Sequence[LayerCache], weight: Number
     ) -> tuple[Tensor, Stats]:
         """x [R, N, C] through all blocks; guidance of this `weight` is also applied after some of them."""
         backbone, policy = work.backbone, work.policy

@@ -30,6 +30,7 @@ from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Task, Work
 from nextscale.runtime.program import Inputs, Program
 from nextscale.runtime.recorded import Captured, Capturing, Chosen, Pieces, Recorded, Report, Told
+from nextscale.sampling import ScaleNumbers
 from nextscale.schedule import Scale
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -44,7 +45,7 @@ MIN_FREE = 0.25  # of the device's memory: with less, only the newest are
 class Graphs(Eager):
     name = "graphs"
     overwrites = True
-    text_slots = 64
+    text_slots = (64, 128, 256, 512)
 
     def __init__(self) -> None:
         self.fast_decode = FastDecode()
@@ -69,8 +70,9 @@ class Graphs(Eager):
             logger.info("no CUDA graphs: %s", self.reason)
             return super().open(work, inputs, images, guided)
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in inputs)
-        method = None if work.policy.passive else work.policy.method
-        key = (work.backbone, work.schedule, work.sampling, shapes, images, guided, method)
+        method = None if work.policy.passive else work.policy.structure
+        sampling = work.sampling.structure(bits=bool(work.backbone.token_shape))
+        key = (work.backbone, work.schedule, sampling, shapes, images, guided, method)
         self.program = self.programs.pop(key, None)
         if self.program is None:
             self.make_place(work.backbone.device)
@@ -103,6 +105,11 @@ class Graphs(Eager):
             state = work.backbone.prepare(program.inputs, work.schedule)
         torch.cuda.synchronize()
         return graph, state
+
+    def numbers(self, work: Work, scale: Scale) -> ScaleNumbers:
+        if self.capturing is None or self.program is None:
+            return super().numbers(work, scale)
+        return ScaleNumbers(*self.program.settings[scale.index].unbind())
 
     def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
         program, scale, plan = self.program, task.scale, task.plan
@@ -300,7 +307,7 @@ def why_not(work: Work) -> str:
         return "tokens are forced"
     if not work.policy.passive and not work.policy.capturable:
         return "the method waits for the device inside a scale"
-    if not work.policy.passive and work.policy.method is None:
+    if not work.policy.passive and work.policy.structure is None:
         return "the policy does not say its method"
     if not work.policy.passive and work.backbone.device.type == "cuda" and not takes_packed(work.backbone):
         return "layers in float32, or with heads of this width, have no kernels for tokens that a method keeps"

@@ -86,6 +86,7 @@ class Program:
         self.all_tokens = torch.cat([t.flatten() for t in run.tokens])
         parts = self.all_tokens.split([t.numel() for t in run.tokens])
         self.tokens = [part.view(t.shape) for part, t in zip(parts, run.tokens, strict=True)]
+        self.settings = work.sampling.all_numbers().to(self.features.device)
         self.draws = FixedDraws(work.draws)
         self.memory = TokenCaches(Places(work.schedule))
         self.states: dict[frozenset[Any], int] = {}
@@ -111,6 +112,7 @@ class Program:
                 place.copy_(given)
         graph, state = self.beginning
         graph.replay()
+        self.settings.copy_(work.sampling.all_numbers(pinned=self.settings.is_cuda), non_blocking=True)
         self.draws.begin(work.draws)
         self.features.zero_()
         self.memory.remember({})
