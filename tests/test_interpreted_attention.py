@@ -189,10 +189,9 @@ def test_packed_attention(monkeypatch, counts, length, shares, processors, apart
                 there[row, :, :more] = here[row, :, n : n + more]
             hidden(here, length)
     tickets = fenced(torch.zeros(3 * processors, dtype=torch.int32))
+    monkeypatch.setattr(packed_attention_triton, "tickets", lambda _: tickets)
     lengths = fenced(torch.tensor(length, dtype=dtype))
-    seen, spread = fused(
-        q, k, v, 0.3, lengths, None, entropy, behind, chosen=chosen, grown=True, tickets=tickets, **tuned
-    )
+    seen, spread = fused(q, k, v, 0.3, lengths, None, entropy, behind, chosen=chosen, grown=True, **tuned)
     assert not tickets.any(), "for the next call"
     assert seen.shape == q.shape
     assert seen.transpose(1, 2).is_contiguous(), "as the projection reads it"

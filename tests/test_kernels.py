@@ -21,7 +21,7 @@ from nextscale.entropy import attention_entropy, token_entropy
 from nextscale.errors import NextscaleError
 from nextscale.guidance import combine
 from nextscale.kernels.absorbed import absorbs, attend_absorbed
-from nextscale.kernels.attention import attend, new_tickets, reference, runs_on
+from nextscale.kernels.attention import attend, reference, runs_on
 from nextscale.kernels.bits import fused_draw, takes
 from nextscale.kernels.conv import convolve
 from nextscale.kernels.conv import runs_on as convolves
@@ -174,15 +174,17 @@ def test_packed_queries_over_a_text(device: str, counts: list[int], slots: int) 
 @on_gpu
 def test_a_graph_of_packed_queries_is_replayed_with_other_counts(device: str) -> None:
     """One launch for all counts; shares of the keys are put together alike every time."""
+    from nextscale.kernels.packed_attention_triton import tickets
+
     torch.manual_seed(0)
     heads, cells = 4, 2048
     place, _ = packed_cells([1, 1], cells, device)
     q = torch.randn(1, heads, 2 * cells, 128, device=device).bfloat16()
     k, v = torch.randn(2, 2, heads, 5000, 128, device=device).bfloat16()
-    length, tickets = torch.tensor([2900, 1500], device=device), new_tickets(q.device)
+    length = torch.tensor([2900, 1500], device=device)
 
     def see() -> tuple[torch.Tensor, torch.Tensor | None]:
-        return attend(q, k, v, 0.2, length, entropy=True, chosen=place, grown=True, tickets=tickets)
+        return attend(q, k, v, 0.2, length, entropy=True, chosen=place, grown=True)
 
     see()
     torch.cuda.synchronize()
@@ -195,7 +197,7 @@ def test_a_graph_of_packed_queries_is_replayed_with_other_counts(device: str) ->
         first = seen.clone()
         total = [n + m for n, m in zip(length.tolist(), counts, strict=True)]
         check_packed(seen, entropy, q, k, v, counts, total, 0.01)
-        assert not tickets.any()
+        assert not tickets(q.device).any()
         graph.replay()
         assert torch.equal(first[:, :, : sum(counts)], seen[:, :, : sum(counts)])
 

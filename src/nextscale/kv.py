@@ -190,7 +190,8 @@ class LayerCache:
     ) -> tuple[Tensor, Tensor | None]:
         scale, wanted, entropy = attn.softmax_scale, reads(attn.proj), bool(watched)
         if self.tail is not None or packed is not None or (self.length is not None and self._alone(q)):
-            seen, spread = attend(q, self.k, self.v, scale, self.length, self.more, entropy, self.tail, wanted, packed)
+            cache = self.k, self.v, scale, self.length, self.more
+            seen, spread = attend(q, *cache, entropy, self.tail, wanted, packed, grown=packed is not None)
             if packed is not None and spread is not None:
                 spread = packed.padded(spread)
             return seen, None if spread is None else spread[:watched]

@@ -13,9 +13,8 @@ from nextscale.kernels.fp8 import Reads
 
 try:
     from nextscale.kernels.attention_triton import fused
-    from nextscale.kernels.packed_attention_triton import new_tickets
 except ImportError:  # a CPU build of torch comes without Triton
-    fused = new_tickets = None  # type: ignore[assignment]
+    fused = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed
@@ -35,7 +34,6 @@ def attend(
     reads: Reads | None = None,
     chosen: Packed | None = None,
     grown: bool = False,
-    tickets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """q [R, H, K, D] over the first `length` + `more` [R] of the keys and values [R, H, S, D] (all of them if None).
     With a `tail`, `more` of them are the first of the keys and values [R, H, S', D] there.
@@ -45,15 +43,14 @@ def attend(
 
     Queries may be the `chosen` ones and lie packed, [1, H, T, D]; then results are [1, H, T, D] and [1, T], and those
     behind the last query are nobody's. Instead of `more` they say whether the keys have `grown` by as many as a row has
-    queries: it has where they are its own, but not a text. `tickets` (of `new_tickets`) save a kernel; calls that may
-    run at once must not have the same ones.
+    queries: it has where they are its own, but not a text.
     """
     assert chosen is None or more is None, "packed queries know how many they are"
     assert chosen is not None or not grown, "only packed queries know how many they are"
     assert tail is None or grown or more is not None, "how much of the tail is there?"
     assert length is not None or (more is None and not grown), "more than how many?"
     if runs_on(q):
-        return fused(q, k, v, scale, length, more, entropy, tail, reads, chosen, grown, tickets)
+        return fused(q, k, v, scale, length, more, entropy, tail, reads, chosen, grown)
     if chosen is not None:
         more = chosen.count if grown else None
         q = chosen.padded(q.transpose(1, 2)).transpose(1, 2)

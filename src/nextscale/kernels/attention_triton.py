@@ -42,7 +42,6 @@ def fused(
     reads: Reads | None = None,
     chosen: Packed | None = None,
     grown: bool = False,
-    tickets: Tensor | None = None,
     **tuned: int,
 ) -> tuple[Tensor, Tensor | None]:
     rows, heads, queries, width = q.shape
@@ -53,7 +52,7 @@ def fused(
     if k.shape[2] <= FEW_KEYS and more is None and not grown and not entropy and not tuned:
         return over_few_keys(q, k, v, scale, length, out, reads.by, chosen).transpose(1, 2), None
     if chosen is not None:
-        return over_packed(q, k, v, scale, length, entropy, tail, out, reads.by, chosen, grown, tickets, **tuned)
+        return over_packed(q, k, v, scale, length, entropy, tail, out, reads.by, chosen, grown, **tuned)
     spread = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device) if entropy else None
     tuned = tuned or blocks(queries, keys)
     groups = triton.cdiv(queries, tuned["BLOCK_Q"])

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from nextscale.kernels.fp8 import gelu
+from nextscale.kernels.fp8 import FP8Linear, gelu
 from nextscale.kernels.ragged import multiplies, ragged_linear
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed
 
 
-def linear_gelu(x: Tensor, layer: nn.Module, reader: nn.Module, packed: Packed | None = None) -> Tensor:
+def linear_gelu(x: Tensor, layer: nn.Linear | FP8Linear, reader: nn.Module, packed: Packed | None = None) -> Tensor:
     """GELU by its tanh formula, of x [..., C], for the layer behind it."""
     if packed is not None and multiplies(x, layer):
-        return ragged_linear(x, layer, packed.start, layer.bias, gelu_for=reader)
+        return ragged_linear(x, layer, packed.start, gelu_for=reader)
     fits = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
     if fits and isinstance(layer, nn.Linear):
         return _fused(x, layer.weight, layer.bias)

@@ -7,6 +7,7 @@ all shares together, in their order.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -39,8 +40,10 @@ PARTS = 2 * SHARED  # and so many shares of them
 BLOCKS = {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 
 
-def new_tickets(device: torch.device) -> Tensor:
-    """Zeros, which calls leave as zeros: they may be used again and again, but not by two calls at once."""
+@functools.cache
+def tickets(device: torch.device) -> Tensor:
+    """Zeros, which calls leave as zeros: they are used again and again, but not by two calls at once. A captured call
+    has to find them, so they are made before anything is captured."""
     return torch.zeros(SHARED * processors(device), dtype=torch.int32, device=device)
 
 
@@ -56,7 +59,6 @@ def over_packed(
     by: float,
     chosen: Packed,
     grown: bool,
-    tickets: Tensor | None = None,
     **tuned: int,
 ) -> tuple[Tensor, Tensor | None]:
     """What the `chosen` queries q [1, H, T, D] see of the first `length` [R] keys and values [R, H, S, D] and, if they
@@ -81,7 +83,7 @@ def over_packed(
         *(tail or (k, v)),
         seen,
         numbers,
-        new_tickets(q.device) if tickets is None else tickets,
+        tickets(q.device),
         *q.stride()[1:3],
         *k.stride()[:3],
         *v.stride()[:3],

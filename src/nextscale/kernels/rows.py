@@ -30,7 +30,7 @@ BLOCK_OUT, BLOCK_IN = 64, 128  # channels of a block
 def linear_for_sum(x: Tensor, layer: nn.Linear | FP8Linear, packed: Packed | None = None) -> Tensor | Parts:
     """Of x [R, K, C], or of tokens that lie packed."""
     if packed is not None and multiplies(x, layer):
-        return ragged_linear(x, layer, packed.start, layer.bias)
+        return ragged_linear(x, layer, packed.start)
     x = layer.rounded(x) if isinstance(layer, FP8Linear) else x
     if shares(x, layer.weight):
         by = layer.factor if isinstance(layer, FP8Linear) else 1.0

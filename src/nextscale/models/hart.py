@@ -103,7 +103,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, packed: Packed | None = None) -> Tensor | Parts:
         gate, up = (linear(x, layer, packed, None) for layer in (self.gate, self.up))
-        gated = F.silu(gate) * up if packed is None else ragged_gated(gate, up, packed.start)
+        gated = F.silu(gate) * up if packed is None else ragged_gated(gate, up, packed.start, self.down)
         return linear_for_sum(gated, self.down, packed)
 
 
@@ -116,13 +116,13 @@ class HARTBlock(Block):
 
     def ask(self, stream: Stream, given: Tensor) -> Tensor:
         """It is given the bias of its queries, keys and values."""
-        return self.attn.ask(stream.normed(self.norm.norm, self.attn.qkv), given, stream.packed)
+        return self.attn.ask(stream.normed(self.norm.norm, self.attn.qkv), given, stream.chosen)
 
     def answer(self, stream: Stream, seen: Tensor, given: Tensor) -> None:
-        stream.add(self.attn.answer(seen, stream.packed))
+        stream.add(self.attn.answer(seen, stream.chosen))
 
     def part(self, name: str, stream: Stream, given: Tensor) -> None:
-        stream.add(self.mlp(stream.normed(self.norm.norm, self.mlp.gate), stream.packed))
+        stream.add(self.mlp(stream.normed(self.norm.norm, self.mlp.gate), stream.chosen))
 
 
 class HART(Backbone):

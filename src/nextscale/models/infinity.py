@@ -170,7 +170,7 @@ class InfinityBlock(ModulatedBlock):
         if name == "cross":
             norm = self.cross_norm
             normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.cross.q)
-            stream.add(self.cross.read(normed, given.keys, given.values, given.mask, given.lengths, stream.packed))
+            stream.add(self.cross.read(normed, given.keys, given.values, given.mask, given.lengths, stream.chosen))
         else:
             super().part(name, stream, given)
 

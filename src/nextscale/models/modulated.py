@@ -42,15 +42,15 @@ class ModulatedBlock(Block):
     def ask(self, stream: Stream, given: Any) -> Tensor:
         _, _, scale, _, shift, _ = given.modulation.unbind(2)
         normed = stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.attn.qkv)
-        return self.attn.ask(normed, given.bias, stream.packed)
+        return self.attn.ask(normed, given.bias, stream.chosen)
 
     def answer(self, stream: Stream, seen: Tensor, given: Any) -> None:
-        stream.add(self.attn.answer(seen, stream.packed), given.modulation[:, :, 0])
+        stream.add(self.attn.answer(seen, stream.chosen), given.modulation[:, :, 0])
 
     def part(self, name: str, stream: Stream, given: Any) -> None:
         _, gamma, _, scale, _, shift = given.modulation.unbind(2)
         normed = stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.mlp.fc1)
-        stream.add(self.mlp(normed, stream.packed), gamma)
+        stream.add(self.mlp(normed, stream.chosen), gamma)
 
 
 class ModulatedBackbone(Backbone):

@@ -129,7 +129,7 @@ class Graphs(Eager):
         for cache in kv:
             cache.used = used_of(cache, work, scale)
         state = program.state() if self.state is None else self.state
-        place = kv[0].used, state, tuple(program.numbers.told)
+        place = kv[0].used, kv[0].length is not None, state, tuple(program.numbers.told)
         key = (scale.index, task.rows, plan.variant, plan.needs, place, work.watched)
         captured = program.graphs.get(key)
         if captured is None:
