@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import embeds
 from nextscale.errors import NextscaleError
+from nextscale.models.infinity import TextCondition
 from nextscale.testing import tiny_hart, tiny_infinity
 from nextscale.text.qwen2 import QwenEncoder
 from nextscale.text.t5 import T5Encoder
@@ -98,8 +100,6 @@ def test_text_norm_has_the_models_epsilon() -> None:
     """The documents say 1e-6; the official code takes it from the configuration."""
     import dataclasses
 
-    from nextscale.models.infinity import TextCondition
-
     backbone = tiny_infinity().backbone
     rows = [torch.randn(3, 128) * 1e-2]
     backbone.config = dataclasses.replace(backbone.config, eps=1e-2)
@@ -107,6 +107,19 @@ def test_text_norm_has_the_models_epsilon() -> None:
     _, memory = backbone.read_text(text, mask)
     normed = rows[0] * torch.rsqrt(rows[0].square().mean(-1, keepdim=True) + 1e-2) * backbone.text_norm
     assert torch.allclose(memory[0], backbone.text_proj(normed), atol=1e-6)
+
+
+@pytest.mark.parametrize(("length", "slots"), [(3, 8), (8, 8), (9, 16), (17, 40), (40, 40)])
+def test_few_shapes_of_text(length: int, slots: int) -> None:
+    """All it can read, behind the last of them; and always a mask, though nothing is padded."""
+    backbone = tiny_infinity(text_length=40).backbone
+    condition = TextCondition(embeds(length, 2), slots=(8, 16, 64))
+    text, lengths, mask = backbone.read(condition, guided=True)
+    assert text.shape[:2] == (4, slots)
+    assert lengths.tolist() == [length, 2] * 2
+    assert mask.sum((1, 2, 3)).tolist() == lengths.tolist()
+    assert backbone.read(TextCondition(embeds(length), slots=(8, 16, 64)), guided=False)[2] is not None
+    assert backbone.read(TextCondition(embeds(length)), guided=False)[2] is None
 
 
 def test_an_encoder_of_the_wrong_width_is_named(folder: Path) -> None:

@@ -39,6 +39,11 @@ def told(number: Number) -> TypeGuard[Tensor]:
     return isinstance(number, Tensor)
 
 
+def as_of(number: Number, like: Tensor) -> Number:
+    """As exactly as torch reads a number of the host: casting it once is faster than at every place."""
+    return number.to(like.dtype) if told(number) else number
+
+
 def combine(rows: Tensor, images: int, guided: Tensor | None, weight: Number, by: Number = 1.0) -> Tensor:
     """Rows [conditional of every image, unconditional of the guided ones], multiplied with `by` -> one per image.
 
@@ -46,13 +51,13 @@ def combine(rows: Tensor, images: int, guided: Tensor | None, weight: Number, by
     """
     if takes(rows) and (told(weight) or weight != 1) and guided is None and len(rows) == 2 * images:
         return fused_combine(rows, images, weight, by)
-    rows = rows.mul(by) if told(by) or by != 1 else rows
+    rows = rows.mul(as_of(by, rows)) if told(by) or by != 1 else rows
     conditional, unconditional = rows[:images], rows[images:]
     if not len(unconditional) or (not told(weight) and weight == 1):
         return conditional
     guided = None if guided is None else guided.to(rows.device)
     alone = conditional if guided is None else conditional[guided]
-    mixed = weight * alone + (1 - weight) * unconditional
+    mixed = as_of(weight, rows) * alone + as_of(1 - weight, rows) * unconditional
     if told(weight):  # nothing of a row that is infinite is not a number
         mixed = torch.where(weight == 1, alone, mixed)
     return mixed if guided is None else conditional.index_copy(0, guided, mixed)

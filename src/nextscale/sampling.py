@@ -129,7 +129,7 @@ def keep_top(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 def keep_told_top(logits: Tensor, top_k: Tensor, top_p: Tensor, looks_at: int | None) -> Tensor:
     """The same with numbers that only the device knows; `looks_at` is what `Sampling` says."""
     values = logits.shape[-1]
-    rest = torch.where(top_p > 0, 1 - top_p, -1)  # no share is as small
+    rest = torch.where(top_p > 0, 1 - top_p, -1).to(logits.dtype)  # no share is as small
     if values == 2:
         rest = torch.where(top_k == 1, 1, rest)
         unlikely = (logits.softmax(dim=-1) <= rest) & (logits < logits.amax(dim=-1, keepdim=True))
