@@ -308,7 +308,7 @@ def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool
         assert off(q[row], plain.cosine(q0, plain.plain(attn.log_scale).flatten(), turn)) < most
         assert off(cache.k[row, :, kept : 2 * kept], plain.cosine(k0, None, turn)[:, :kept]) < most
         assert off(cache.v[row, :, :kept], v0[:, :kept]) < 1e-6
-    seen = cache.attend(attn, q)
+    seen, _ = cache.attend(attn, q)
     assert seen.shape == (rows, heads, tokens, width)
     assert torch.isfinite(seen).all()
 

@@ -50,7 +50,8 @@ class LayerCache:
         self.length: Tensor | None = None  # entries of each row, once rows differ: then attention needs a mask
         self.more: Tensor | None = None  # [R] of them that are not yet counted in it,
         self.starts: Tensor | None = None  # or where those of a row begin, if they lie packed
-        self.length_place = length  # where it has to be
+        self.length_place = length  # where it has to be; there, lengths are counted as long as rows are equal, too
+        self.ahead = 0  # entries of all rows that are not yet counted there
         self.active: Tensor | None = None  # the rows at work in this scale; None = all
         # Where keys and values of this scale go instead: all layers may share it if no later scale will read them.
         self.tail: tuple[Tensor, Tensor] | None = None
@@ -94,6 +95,7 @@ class LayerCache:
         if self.length is None:
             self.k[:, :, self.used : self.used + new] = k
             self.v[:, :, self.used : self.used + new] = v
+            self.ahead = new
         else:
             rows = torch.arange(len(self.length), device=k.device) if self.active is None else self.active
             slots = self.length[rows, None] + torch.arange(new, device=k.device)  # [R, K]
@@ -105,9 +107,9 @@ class LayerCache:
     def _tell_rows_apart(self, apart: bool) -> None:
         """From the first time on that rows grow by different numbers of tokens."""
         if self.length is None and (self.active is not None or apart):
-            place = self.length_place
-            place = torch.empty(len(self.k), dtype=torch.long, device=self.k.device) if place is None else place
-            self.length = place.fill_(self.used)
+            self.length = self.length_place
+            if self.length is None:
+                self.length = torch.full((len(self.k),), self.used, device=self.k.device)
 
     def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of the rows at work, and a mask [R, 1, 1, S] if their lengths differ."""
@@ -173,6 +175,7 @@ class LayerCache:
             keys, values = self.k, self.v
             start = self.used if self.length is None else self.length
             self.used += new
+            self.ahead = new if self.length is None else 0
         assert new <= keys.shape[2], "the cache has no room"
         if packed is not None:
             self.starts = packed.start
@@ -190,7 +193,8 @@ class LayerCache:
     ) -> tuple[Tensor, Tensor | None]:
         scale, wanted, entropy = attn.softmax_scale, reads(attn.proj), bool(watched)
         if self.tail is not None or packed is not None or (self.length is not None and self._alone(q)):
-            cache = self.k, self.v, scale, self.length, self.more
+            # No row has more: that tells how many programs should share the keys.
+            cache = self.k[:, :, : self.used], self.v[:, :, : self.used], scale, self.length, self.more
             seen, spread = attend(q, *cache, entropy, self.tail, wanted, packed, grown=packed is not None)
             if packed is not None and spread is not None:
                 spread = packed.padded(spread)
@@ -219,8 +223,11 @@ def count_lengths(caches: Sequence[LayerCache]) -> None:
     if packed:
         lengths, starts = zip(*packed, strict=True)
         torch._foreach_add_(list(lengths), list(torch.stack(starts).diff(dim=1).unbind()))
+    level = [(cache.length_place, cache.ahead) for cache in caches if cache.length_place is not None and cache.ahead]
+    if level:  # all by the same number
+        torch._foreach_add_([place for place, _ in level], level[0][1])
     for cache in caches:
-        cache.more = cache.starts = None
+        cache.more, cache.starts, cache.ahead = None, None, 0
 
 
 class WatchedCache:

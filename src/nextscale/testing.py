@@ -31,13 +31,15 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
     module.eval().requires_grad_(False)
 
 
-def tiny_var(seed: int = 0, shared_modulation: bool = False, cosine_attention: bool = True) -> Pipeline:
+def tiny_var(
+    seed: int = 0, shared_modulation: bool = False, cosine_attention: bool = True, width: int = 32
+) -> Pipeline:
     """8 scales up to 8 x 8 tokens and 16 x 16 pixels, 10 classes."""
     sides = (1, 2, 3, 4, 5, 6, 7, 8)
     tokenizer = VQTokenizer(VQConfig(vocabulary=64, code_dim=8, channels=32, multipliers=(1, 1), residual_blocks=1))
     config = VARConfig(
         depth=4,
-        width=32,
+        width=width,
         heads=2,
         hidden=64,
         sides=sides,
@@ -72,7 +74,7 @@ def tiny_infinity(
 
 
 @torch.no_grad()
-def tiny_hart(seed: int = 0, cosine_attention: bool = False) -> Pipeline:
+def tiny_hart(seed: int = 0, cosine_attention: bool = False, width: int = 32) -> Pipeline:
     """8 scales up to 8 x 8 tokens and 16 x 16 pixels, 12 slots of text; prompts as `prompt_embeds` of width 128."""
     sides = (1, 2, 3, 4, 5, 6, 7, 8)
     tokenizer = VQTokenizer(
@@ -80,7 +82,7 @@ def tiny_hart(seed: int = 0, cosine_attention: bool = False) -> Pipeline:
     )
     config = HARTConfig(
         depth=4,
-        width=32,
+        width=width,
         heads=2,
         hidden=64,
         sides=sides,

@@ -129,11 +129,14 @@ class Graphs(Eager):
         for cache in kv:
             cache.used = used_of(cache, work, scale)
         state = program.state() if self.state is None else self.state
-        place = kv[0].used, kv[0].length is not None, state, tuple(program.numbers.told)
-        key = (scale.index, task.rows, plan.variant, plan.needs, place, work.watched)
-        captured = program.graphs.get(key)
+        told = tuple(program.numbers.told)
+        any_ = (work.watched, scale.index, task.rows, plan.variant, plan.needs, state, told)
+        # Where every layer leaves tokens out, only the device knows how much of the caches is used.
+        key = (*any_, tuple((cache.used, cache.length is None) for cache in kv))
+        captured = program.graphs.get(any_) or program.graphs.get(key)
         if captured is None:
-            captured = program.graphs[key] = self.capture(program, work, task, kv)
+            captured = self.capture(program, work, task, kv)
+            program.graphs[any_ if captured.made.chosen.everywhere else key] = captured
         self.ran.append((scale, captured))
         return self.replay(program, work, task, kv, captured)
 
@@ -143,8 +146,9 @@ class Graphs(Eager):
         # While the device is at work: the numbers of the next scale, and what has to outlive this one.
         program.draws.refill(scale.index + 1, range(len(program.features)))
         program.memory.remember(made.memory)
-        for cache in kv:
+        for cache, level in zip(kv, made.level, strict=True):
             cache.used += tokens_of(work, scale)
+            cache.length = None if level else cache.length_place
         self.state = made.state
         self.reports.append(Report(made.told, captured.graph.wait))
         chosen, before = made.chosen.copied(), made.step.stats
@@ -162,7 +166,7 @@ class Graphs(Eager):
             k, v = (t[: len(kv[0].k)] for t in program.tail)
             for cache in kv:
                 cache.tail = k, v
-        used, remembered = kv[0].used, program.memory.entries()
+        used, lengths, remembered = kv[0].used, [cache.length for cache in kv], program.memory.entries()
         work = dataclasses.replace(work, draws=program.draws)
         told: Told | None = None
 
@@ -170,8 +174,8 @@ class Graphs(Eager):
             nonlocal told
             program.numbers.fetch(task.scale.index)
             program.memory.remember(remembered)
-            for cache in kv:
-                cache.used = used
+            for cache, length in zip(kv, lengths, strict=True):
+                cache.used, cache.length = used, length
             self.capturing = Capturing(pieces, told)
             try:
                 step = super(Graphs, self).run_scale(work, task, program.features, kv)
@@ -184,7 +188,8 @@ class Graphs(Eager):
                 nothing = step.logits.new_empty(0)
                 step = dataclasses.replace(step, logits=nothing, raw=nothing, hidden=nothing)
             memory, state = program.memory.entries(), program.state()
-            return Recorded(step, Chosen.of(step.stats.chosen, task.scale.tokens), told, memory, state)
+            chosen = Chosen.of(step.stats.chosen, task.scale.tokens)
+            return Recorded(step, chosen, told, memory, [cache.length is None for cache in kv], state)
 
         self.captured += 1
         program.save()

@@ -115,14 +115,11 @@ class Program:
         self.settings.copy_(work.sampling.all_numbers(pinned=self.settings.is_cuda), non_blocking=True)
         self.draws.begin(work.draws)
         self.features.zero_()
+        self.lengths.zero_()
         self.memory.remember({})
         self.numbers.begin()
         work.policy.memory, work.policy.numbers = self.memory, self.numbers
         kv = [LayerCache(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
-        if not work.policy.passive:  # what rows keep, only the device will know
-            self.lengths.zero_()
-            for cache in kv:
-                cache.length = cache.length_place
         self.all_tokens.fill_(-1)
         return Run(work.backbone, state, self.features, work.schedule, guided, kv, self.tokens)
 

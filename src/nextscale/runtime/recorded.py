@@ -30,6 +30,7 @@ class Recorded:
     chosen: Chosen
     told: Told
     memory: dict[Hashable, Any]  # of the policy
+    level: list[bool]  # of each layer: its rows are still equally long
     state: int  # of the memory: where it lies
 
 
@@ -55,6 +56,11 @@ class Chosen:
         if len(packed) == len(distinct) > 0:
             return cls(torch.stack(packed) >= 0, which)
         return cls(torch.stack([c.mask(tokens) for c in distinct.values()]) if distinct else None, which)
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every layer selects its tokens."""
+        return all(n is not None for parts in self.which for n in parts.values())
 
     def copied(self) -> Kept:
         """For the trace, which must outlive the next replay."""
