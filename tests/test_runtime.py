@@ -31,7 +31,7 @@ from nextscale.runtime import make_executor, with_enough_memory
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.decoder import GPUDecoder, doubled
 from nextscale.runtime.eager import Eager
-from nextscale.runtime.graphs import MAX_PROGRAMS, Graphs
+from nextscale.runtime.graphs import Graphs
 from nextscale.runtime.recorded import SHORT, Report, Told
 from nextscale.schedule import Schedule
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
@@ -296,7 +296,8 @@ def test_what_was_packed_stays() -> None:
 SHAPES: tuple[dict, ...] = ({}, {"greedy": True}, {"guidance_layers": -1}, {"guidance_layers": -2})
 
 
-def test_graphs_of_several_shapes_live_side_by_side(var) -> None:
+def test_graphs_of_several_shapes_live_side_by_side(var, monkeypatch) -> None:
+    monkeypatch.setattr("nextscale.runtime.graphs.MAX_PROGRAMS", len(SHAPES))
     other = copy.copy(var)
     other.executor = graphs = Pretended()
     for round_ in range(2):
@@ -306,7 +307,8 @@ def test_graphs_of_several_shapes_live_side_by_side(var) -> None:
         if not round_:
             recorded = graphs.recorded
     assert graphs.recorded == recorded
-    assert len(graphs.programs) == len(SHAPES) == MAX_PROGRAMS
+    assert len(graphs.programs) == len(SHAPES)
+    assert len(graphs.ground.chunks) == 1, "they share their memory"
     ask(other, 2, output_type="latent")  # one more: the first, which was not used for longest, leaves
     ask(other, 1, output_type="latent", **SHAPES[2])
     assert graphs.recorded == recorded + len(found.tokens)
@@ -399,7 +401,8 @@ def test_methods_keep_in_graphs_what_they_keep_without(any_pipe, name: str) -> N
         kept = [[r.trace.kept(1, len(r.tokens), layer) for layer in (1, 2)] for r in (expected, found)]
         assert np.array_equal(*kept)
         with torch.inference_mode():
-            graphs.program.arena.memory.fill_(255)  # NaN in any format: a decoder may leave that in the caches
+            for chunk in graphs.ground.chunks:
+                chunk.fill_(255)  # NaN in any format: a decoder may leave that in the caches
     assert graphs.recorded, graphs.reason
 
 
@@ -736,3 +739,57 @@ def test_images_that_leave(infinity, how: str, like) -> None:
 )
 def test_skipvar_decides_for_each_image(infinity, like, tmp_path) -> None:
     behaviours.skipvar_decides_for_each_image(infinity, emulated(infinity), like, tmp_path)
+
+
+WARM = {
+    "plain": None,
+    "nova": NOVA(t_est=2, alpha=0.0),
+    "nova, previous": NOVA(t_est=2, alpha=0.0, probe="previous"),
+    "nova and guidance": NOVA(t_est=2, alpha=0.3) + DropGuidance(4),
+    "toprovar": ToProVAR(tau=0.3, a_max=0.9),
+    "sparsevar": SparseVAR(start_scale=0.5, tau=0.9),
+    "fastvar": FastVAR(scale_table="0.5:0.3 1:0.6"),
+    "random selection": RandomSelection(NOVA(t_est=2, alpha=0.3)),
+}
+
+
+@pytest.mark.parametrize("name", WARM)
+def test_after_a_warm_up_nothing_is_captured(any_pipe, name: str) -> None:
+    """Whatever the prompts are, and whatever is decided for them."""
+    other = emulated(any_pipe)
+    size = {"pixel_budget": "0.06M"} if any_pipe.backbone.family == "infinity" else None
+    assert other.warm_up([size], [WARM[name]], [1, 2], text_tokens=16) == other.captured > 0
+    before = other.captured
+    for first, images in ((0, 2), (2, 1), (4, 2), (6, 1), (8, 2)):
+        expected, found = (ask(pipe, images, first=first, method=WARM[name]) for pipe in (any_pipe, other))
+        assert same_tokens(expected, found)
+    assert other.captured == before
+    assert other.warm_up([size], [WARM[name]], [1, 2], text_tokens=16) == 0
+
+
+def test_a_warm_up_of_calls_with_a_callback(infinity) -> None:
+    other = emulated(infinity)
+    other.warm_up(["0.06M"], callbacks=True, text_tokens=16)
+    before = other.captured
+    ask(other, 1, callback_on_scale_end=lambda end: None)
+    ask(other, 1, guidance_scale=2.0)
+    assert other.captured == before
+    assert infinity.warm_up(["0.06M"], text_tokens=16) == 0, "the eager runtime has nothing to capture"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sizes": [3.0]}, "a size must be None, .height, width., .1M. or a dict of them, not 3.0"),
+        ({"sizes": [{"hight": 3}]}, "a size has no 'hight'; allowed: height and width"),
+        ({"methods": ["fast"]}, "fast"),
+        ({"batches": [0]}, "batches"),
+        ({"text_tokens": 0}, "text_tokens"),
+        ({"callbacks": "yes"}, "callbacks"),
+    ],
+)
+def test_a_warm_up_for_nonsense(infinity, options, said: str) -> None:
+    other = emulated(infinity)
+    with pytest.raises(NextscaleError, match=said):
+        other.warm_up(**options)
+    assert other.captured == 0

@@ -51,6 +51,7 @@ from nextscale.text.base import TextEncoder, nbytes_of
 from nextscale.text.qwen2 import QwenEncoder
 from nextscale.text.t5 import T5Encoder
 from nextscale.tokenizers.base import ImageTokenizer
+from nextscale.warming import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -287,6 +288,32 @@ class Pipeline:
         output = with_enough_memory(call.make, self.executor, again, prompts.images, schedule)
         self._clock = clock
         return output
+
+    def warm_up(
+        self,
+        sizes: Sequence[Any] = (None,),
+        methods: Sequence[Method | str | None] = (None,),
+        batches: Sequence[int] = (1,),
+        *,
+        text_tokens: int = 128,
+        callbacks: bool = False,
+        **options: Any,
+    ) -> int:
+        """Do now what the first calls of these shapes would have to wait for: compile kernels, capture CUDA graphs.
+        Afterwards such calls capture nothing, whatever their prompts, seeds, and numbers are, and whatever a method
+        decides; `captured` counts. Returns how many scales were captured.
+
+        sizes: None for the model's own, (height, width), "0.25M", or a dict of arguments such as aspect_ratio.
+        methods: None or as in a call. batches: numbers of pictures.
+        text_tokens: of the longest prompt. callbacks: also for calls with a callback, as previews have.
+        options: others of a call, such as guidance_scale (with guidance or without is what matters) or greedy.
+        """
+        return warm_up(self, sizes, methods, batches, text_tokens, read_flag(callbacks, "callbacks"), options)
+
+    @property
+    def captured(self) -> int:
+        """Scales that were captured as CUDA graphs so far."""
+        return self.executor.captured
 
     def context(self, images: int, schedule: Schedule, sampling: Sampling) -> Context:
         """What a method may know of a call."""

@@ -211,6 +211,14 @@ class Policy:
     def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
         """The scale has been run, or soon will be: whoever asks for a number waits for it, so ask late."""
 
+    @property
+    def rehearsals(self) -> int:
+        """Calls after which every kind of scale has been run that it can decide for."""
+        return 1
+
+    def rehearse(self, number: int) -> None:
+        """Decide for this call so that it is one of them, whatever the pictures are like."""
+
     def told(self, name: str, numbers: list[float] | Tensor) -> Tensor:
         """Numbers that the host gives or makes, on the device at a fixed place, where a captured scale reads them."""
         return self.numbers.tell(name, numbers, self.context.device)

@@ -151,6 +151,14 @@ class ComposedPolicy(Policy):
     def decision(self, image: int, scale: Scale) -> Decision:
         return self.selecting.decision(image, scale)
 
+    @property
+    def rehearsals(self) -> int:
+        return max(p.rehearsals for p in self.policies)
+
+    def rehearse(self, number: int) -> None:
+        for policy in self.policies:
+            policy.rehearse(min(number, policy.rehearsals - 1))
+
     def conclude(self) -> None:
         for policy in self.policies:
             policy.conclude()

@@ -104,6 +104,7 @@ class NOVAPolicy(CachedPolicy):
             min(1 - method.max_layer_keep, MOST),
             method.allow_empty,
         )
+        self.rehearsed: list[int | None] = []  # t* of every image, if it has been decided beforehand
         self.probe = method.probe
         if self.probe == "auto":
             self.probe = "lens" if context.bits else "lens_topk"
@@ -124,6 +125,8 @@ class NOVAPolicy(CachedPolicy):
         if t > self.method.t_est:  # before, nothing depends on them, and the device need not be waited for
             self._read_entropies()
         self.ratio[t] = [self._ratio(g, t) for g in self.growth]
+        if self.rehearsed:
+            self.ratio[t] = [0.0 if star is None or t <= star else 0.5 for star in self.rehearsed]
         if self.ratio[t] != self.ratio.get(t - 1):
             self.scale_ratio = self.told("ratio", self.ratio[t])
         if self.method.metric == "random":
@@ -138,6 +141,23 @@ class NOVAPolicy(CachedPolicy):
         some, everyone = any(self.ratio[t]), all(self.ratio[t])  # which of them is the device's business
         looks = some or (self.learns and self.records(scale))
         return self.plan(scale, needs=needs, looks=looks, variant=(some, everyone))
+
+    @property
+    def rehearsals(self) -> int:
+        return len(self._rehearsals)
+
+    def rehearse(self, number: int) -> None:
+        self.rehearsed = self._rehearsals[number]
+
+    @property
+    def _rehearsals(self) -> list[list[int | None]]:
+        first, images = self.method.t_est + 1, self.context.images  # what it fills holes from comes behind t_est
+        calls: list[list[int | None]] = [[None] * images, [first] * images]
+        if self.probe == "previous":  # the layers' entropies lie here or there, by how often they were stored
+            calls.append([first + 1] * images)
+        if images > 1:
+            calls += [[star, *[None] * (images - 1)] for star in {c[0] for c in calls[1:]}]
+        return calls
 
     def _read_entropies(self) -> None:
         for scale, images, report in self.pending:

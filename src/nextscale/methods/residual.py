@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,9 @@ class Places:
     Others are only needed where a scale was left out, or where a name has the same grid at every scale.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, take: Callable[..., Tensor] | None = None) -> None:
+        """`take` gives the memory of a tensor by shape and dtype; else it is asked for."""
+        self.take = take
         before = [s for s in schedule if s.index < len(schedule) - 1]  # nobody reads what the last scale leaves
         room = {half: max((s.tokens for s in before if s.index % 2 == half), default=1) for half in (0, 1)}
         self.room = {s.grid: (s.index % 2, room[s.index % 2]) for s in before}
@@ -84,7 +86,13 @@ class Places:
         for which, cells in itertools.chain([usual], (((grid, spare), n) for spare in itertools.count())):
             key = (name, which, rows, dtype, c)
             if key not in self.tensors:
-                self.tensors[key] = torch.empty(r * max(cells, n) * c, dtype=dtype, device=like.device)
+                size = r * max(cells, n) * c
+                new = (
+                    torch.empty(size, dtype=dtype, device=like.device)
+                    if self.take is None
+                    else self.take((size,), dtype)
+                )
+                self.tensors[key] = new
             place = self.tensors[key][: r * n * c].view(r, n, c)
             if not any(overlap(place, other) for other in used):
                 return place

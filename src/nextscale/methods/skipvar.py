@@ -115,6 +115,7 @@ class SkipVARPolicy(Policy):
         self.decides = min(max(round(method.at * len(scales)) - 1, 1), len(scales) - 2)
         self.size = scales[max(round(method.preview * len(scales)) - 1, 0)]
         self.old: Tensor | None = None
+        self.rehearsed: int | None = None  # the first scale without guidance, if it has been decided beforehand
         self.features: dict[int, list[float]] = {}
         self.stop_at = [len(scales)] * context.images
         self.unguided_from = [len(scales)] * context.images
@@ -138,6 +139,9 @@ class SkipVARPolicy(Policy):
         new, old = self._picture(features), self._picture(self.old)
         values = torch.stack((gradient_change(new, old), high_frequency_share(new)), dim=1).tolist()
         last = len(self.context.schedule)
+        if self.rehearsed is not None:
+            self.unguided_from = [self.rehearsed] * self.context.images
+            return
         for image in stats.rows.which:
             self.features[image] = values[image]
             left_out = self.skip(values[image][: len(self.skip.mean)])
@@ -146,6 +150,15 @@ class SkipVARPolicy(Policy):
                 free = self.uncond(values[image][: len(self.uncond.mean)])
                 self.unguided_from[image] = max(last - free, self.decides + 1)
         self.old = None
+
+    @property
+    def rehearsals(self) -> int:
+        return 2
+
+    def rehearse(self, number: int) -> None:
+        """All scales with guidance, then the last ones without."""
+        unguided = self.decides + 1 if number else len(self.context.schedule)
+        self.rehearsed = unguided
 
     def _picture(self, features: Tensor) -> Tensor:
         """A small decoded picture of the map so far."""

@@ -67,6 +67,7 @@ class ToProVARPolicy(CachedPolicy):
         self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
         self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Numbers]]] = []
         self.rho: dict[tuple[int, int], float] = {}  # image, scale
+        self.rehearsed: bool | None = None  # whether scales are reduced, if it has been decided beforehand
 
     @property
     def structure(self) -> Hashable:
@@ -97,8 +98,17 @@ class ToProVARPolicy(CachedPolicy):
                     self.depth_scale[image] = scale.index + 1
         self.pending.clear()
 
+    @property
+    def rehearsals(self) -> int:
+        return 2
+
+    def rehearse(self, number: int) -> None:
+        self.rehearsed = bool(number)
+
     def _first(self, image: int) -> int | None:
         """The first reduced scale, from 1: after D, and after layers were told apart."""
+        if self.rehearsed is not None:
+            return self.landmark + 2 if self.rehearsed else None
         if not self.method.scale_stage:
             return self.landmark + 2
         d = self.depth_scale[image]

@@ -73,6 +73,7 @@ class Step:
 
 class Eager:
     name = "eager"
+    captured = 0  # scales, as CUDA graphs
     overwrites = False  # whether the next scale writes into the tensors of a Step
     text_slots: tuple[int, ...] = ()  # prompts are padded to the next of them; () = to the longest
     through = staticmethod(through)

@@ -28,6 +28,7 @@ from nextscale.packing import pack
 from nextscale.run import Run, not_finite
 from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Task, Work
+from nextscale.runtime.ground import Ground
 from nextscale.runtime.program import Inputs, Program
 from nextscale.runtime.recorded import Captured, Capturing, Chosen, Pieces, Recorded, Report, Told
 from nextscale.sampling import ScaleNumbers
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 # Layers behind which a graph is cut: the first pieces are short, and hide how long the rest takes to launch.
 CUTS = (1, 5)
-MAX_PROGRAMS = 4  # shapes of calls whose graphs are kept
+MAX_PROGRAMS = 32  # shapes of calls whose graphs are kept
 MIN_FREE = 0.25  # of the device's memory: with less, only the newest are
 
 
@@ -51,6 +52,8 @@ class Graphs(Eager):
         self.fast_decode = FastDecode()
         self.program: Program | None = None  # of the call at work
         self.programs: dict[Hashable, Program] = {}  # by what is configured; the one that was used last comes last
+        self.ground: Any = None  # what they share, a Ground
+        self.decoders: dict[Hashable, tuple[Any, Tensor, Tensor]] = {}
         self.reason = ""  # why this call is not captured
         self.apart = False  # pictures of this call have run different scales
         self.ran: list[tuple[Scale, Captured]] = []  # captured scales of this call
@@ -79,7 +82,10 @@ class Graphs(Eager):
             set_aside(work.tokenizer.encoder)  # `encode` fetches it
             pack(large_parts(work.backbone))
             run = super().open(work, inputs, images, guided)
-            self.program = Program(work, inputs, run)
+            self.ground = self.ground or Ground(work.backbone.device)
+            if run.features.is_cuda and (work.tokenizer, run.features.shape) not in self.decoders:
+                self.record_decoder(work.tokenizer, run.features)  # first, for caches will lie where it works
+            self.program = Program(work, inputs, run, self.ground)
             self.program.beginning = self.record_state(work, self.program)
         self.programs[key] = self.program
         return self.program.load(work, inputs, images, guided)
@@ -88,6 +94,9 @@ class Graphs(Eager):
         """For another program: those that were not used for longest are let go if they are many or memory is scarce."""
         while self.programs and (len(self.programs) >= MAX_PROGRAMS or is_scarce(device)):
             del self.programs[next(iter(self.programs))]
+            if not self.programs:  # nobody is left who shares it
+                self.ground = None
+                self.decoders.clear()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -95,13 +104,15 @@ class Graphs(Eager):
         others = [key for key, program in self.programs.items() if program is not self.program]
         for key in others:
             del self.programs[key]
+        if others and not self.programs:
+            self.forget()
         return bool(others)
 
     def record_state(self, work: Work, program: Program) -> tuple[Any, Any]:
         """A graph that makes the state from its inputs. It has been made before, so nothing is left to compile."""
         graph = Pieces(torch.cuda.graph_pool_handle())  # for itself: it stays when all others are captured anew
         torch.cuda.synchronize()
-        with torch.cuda.stream(program.side), graph.capturing():
+        with torch.cuda.stream(self.ground.side), graph.capturing():
             state = work.backbone.prepare(program.inputs, work.schedule)
         torch.cuda.synchronize()
         return graph, state
@@ -126,8 +137,10 @@ class Graphs(Eager):
             program.features.copy_(features)
         program.draws.refill(scale.index, range(len(features)))
         program.numbers.put(scale.index)
+        before = scale.start + (work.backbone.context if scale.index else 0)
         for cache in kv:
-            cache.used = used_of(cache, work, scale)
+            if cache.used < before:  # some tokens were left out: how long rows are, the device knows
+                cache.used, cache.length = before, cache.length_place
         state = program.state() if self.state is None else self.state
         told = tuple(program.numbers.told)
         any_ = (work.watched, scale.index, task.rows, plan.variant, plan.needs, state, told)
@@ -199,25 +212,26 @@ class Graphs(Eager):
 
     def record(self, run: Callable[..., Recorded], program: Program) -> tuple[Any, Recorded]:
         """A graph whose replay is `run` with its maps put to their fixed place, and what `run` returns."""
-        side = program.side
+        side = self.ground.side
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles, measures, loads: nothing of that may be captured
             run()
         torch.cuda.current_stream().wait_stream(side)
         program.go_back()
         torch.cuda.synchronize()
-        pieces = Pieces(program.pool)
+        pieces = Pieces(self.ground.pool)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), pieces.capturing():
-            program.make_working_memory()
+            self.ground.make_working_memory(program.working)
             made = run(pieces)
             program.features.copy_(made.step.features)
         torch.cuda.current_stream().wait_stream(side)
         return pieces, made
 
     def forget(self) -> None:
-        self.program = None
+        self.program = self.ground = None
         self.programs.clear()
+        self.decoders.clear()
         self.ran.clear()
         self.reports.clear()  # an unread one knows its graph
 
@@ -241,34 +255,26 @@ class Graphs(Eager):
             self.capturing.tell(report)
 
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
-        program = self.program
-        if program is None or features.shape != program.features.shape or not features.is_cuda:
+        found = self.decoders.get((tokenizer, features.shape))
+        if found is None:
             return self.fast_decode(tokenizer, features)
-        if program.decoding is None:
-            if not program.graphs:  # nothing was captured, and nothing will be gained
-                return self.fast_decode(tokenizer, features)
-            program.decoding = self.record_decoding(program, tokenizer, features)
-        graph, place, pictures = program.decoding
-        place.copy_(features)
-        graph.replay()
+        graph, place, pictures = found
+        with torch.inference_mode():
+            place.copy_(features)
+            graph.replay()
         return pictures.clone()
 
-    def record_decoding(
-        self, program: Program, tokenizer: ImageTokenizer, features: Tensor
-    ) -> tuple[Any, Tensor, Tensor]:
-        """A graph, the maps it reads, the pictures it makes. It works in the memory of the caches."""
-        place = features.clone()
+    def record_decoder(self, tokenizer: ImageTokenizer, features: Tensor) -> None:
+        """For maps like these: a graph, the maps it reads, the pictures it makes."""
+        place = torch.zeros_like(features)
         pictures = self.fast_decode(tokenizer, place)  # measures, loads
         torch.cuda.synchronize()
-        before = program.arena.memory.data_ptr()
-        with torch.inference_mode(), program.arena.lent() as pool, torch.cuda.stream(program.side):
-            graph = Pieces(pool)
+        with torch.cuda.stream(self.ground.side):
+            graph = Pieces(self.ground.reserve.id)
             with graph.capturing():
                 pictures.copy_(self.fast_decode(tokenizer, place))
         torch.cuda.synchronize()
-        if program.arena.memory.data_ptr() != before:  # the caches did not come back to where they were
-            program.graphs.clear()
-        return graph, place, pictures
+        self.decoders[tokenizer, features.shape] = graph, place, pictures
 
     def check(self, backbone: Backbone) -> None:
         for scale, captured in self.ran:
@@ -297,11 +303,6 @@ def ends(work: Work, task: Task) -> bool:
 def tokens_of(work: Work, scale: Scale) -> int:
     """That a row has at most."""
     return scale.tokens + (0 if scale.index else work.backbone.context)
-
-
-def used_of(cache: LayerCache, work: Work, scale: Scale) -> int:
-    """Places of a cache that may be used before a scale. Where rows differ only the device knows how many are."""
-    return cache.used if cache.length is None else scale.start + (work.backbone.context if scale.index else 0)
 
 
 def why_not(work: Work) -> str:
