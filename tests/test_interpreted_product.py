@@ -121,34 +121,112 @@ def _ask(found_at, total, out, into, TMA: tl.constexpr, BITS: tl.constexpr):
         tl.store(found_at, ragged_triton._cheapest(total, out, into, -1, TMA, BITS, 64, 128))
 
 
-FEW_TILES, MANY_TILES = 0, 8
+# Microseconds of an H200 in bfloat16, of outputs and inputs, tokens, and ways: those that take 15 % more than the best.
+MEASURED = {
+    (6144, 2048): {
+        2: {0: 11.4},
+        16: {0: 11.3},
+        32: {0: 11.3},
+        64: {0: 11.4},
+        96: {0: 18.7, 8: 19.6, 9: 19.0},
+        128: {0: 18.8, 8: 19.6, 9: 20.6},
+        200: {8: 19.7},
+        256: {8: 19.8},
+        320: {16: 24.9},
+        410: {16: 25.3},
+        512: {16: 25.3},
+        640: {16: 25.6},
+        800: {8: 51.8, 16: 46.3},
+        1024: {8: 52.8, 16: 46.8},
+        1300: {16: 48.7},
+        1600: {16: 70.0},
+        2048: {16: 73.4},
+        2600: {16: 96.6},
+        3200: {16: 126.9},
+    },
+    (2048, 2048): {
+        2: {2: 8.2, 3: 7.5},
+        16: {2: 8.3, 3: 7.5},
+        32: {1: 8.9, 2: 8.4, 3: 7.9},
+        64: {1: 9.4, 2: 9.1, 3: 8.8},
+        96: {0: 10.5, 1: 9.4},
+        128: {0: 10.4, 1: 9.7},
+        200: {0: 10.4},
+        256: {0: 10.4},
+        320: {0: 18.7, 8: 18.0, 9: 17.2},
+        410: {0: 18.7, 8: 18.0, 9: 17.5},
+        512: {0: 18.7, 8: 18.0, 9: 18.2},
+        640: {8: 18.0},
+        800: {8: 18.2},
+        1024: {8: 18.2},
+        1300: {16: 24.1},
+        1600: {16: 24.3},
+        2048: {16: 25.4},
+        2600: {8: 47.8, 16: 45.8},
+        3200: {16: 46.0},
+    },
+    (8192, 2048): {
+        2: {0: 12.8},
+        16: {0: 12.8},
+        32: {0: 13.0},
+        64: {0: 13.4},
+        96: {0: 20.4, 8: 20.7, 9: 21.1},
+        128: {0: 20.2, 8: 20.8, 9: 22.9},
+        200: {8: 21.4},
+        256: {8: 21.3},
+        320: {16: 25.6},
+        410: {16: 26.5},
+        512: {16: 26.7},
+        640: {8: 53.0, 16: 47.4},
+        800: {16: 47.4},
+        1024: {16: 48.6},
+        1300: {16: 69.1},
+        1600: {8: 104.5, 16: 98.2},
+        2048: {16: 97.3},
+        2600: {8: 173.2, 16: 151.1},
+        3200: {16: 172.5},
+    },
+    (2048, 8192): {
+        2: {2: 16.1, 3: 14.1},
+        16: {2: 16.2, 3: 14.3},
+        32: {2: 16.7, 3: 14.7},
+        64: {2: 17.4, 3: 15.7},
+        96: {1: 20.1},
+        128: {1: 20.3},
+        200: {0: 30.1, 10: 33.7, 11: 30.2},
+        256: {0: 30.2, 11: 31.4},
+        320: {9: 43.6, 18: 43.1, 19: 39.7, 20: 39.3},
+        410: {9: 44.6, 18: 44.1, 19: 40.4},
+        512: {9: 45.7, 18: 46.1, 19: 42.8},
+        640: {18: 47.7},
+        800: {8: 64.8, 17: 56.4},
+        1024: {8: 65.2, 17: 58.8},
+        1300: {16: 81.1},
+        1600: {16: 82.4},
+        2048: {16: 87.9},
+        2600: {8: 191.2, 16: 173.1},
+        3200: {16: 179.9},
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("total", "out", "into", "way"),
-    [
-        (2, 2048, 2048, FEW_TILES + 3),  # 32 tiles: four programs each
-        (64, 8192, 2048, FEW_TILES),  # 128 tiles
-        (128, 8192, 2048, MANY_TILES + 1),  # 64 tiles: two each
-        (410, 8192, 2048, WIDE),  # 128 tiles
-        (640, 8192, 2048, MANY_TILES),  # 320 tiles in three rounds; two of 160 wide ones take longer
-        (640, 2048, 8192, WIDE + 2),  # 40 wide tiles: three each
-        (3200, 8192, 2048, WIDE),
-        (0, 64, 64, FEW_TILES),
-    ],
-)
-def test_the_way_that_is_chosen(total: int, out: int, into: int, way: int) -> None:
+
+@pytest.mark.parametrize(("out", "into"), MEASURED)
+def test_the_way_that_is_chosen(out: int, into: int) -> None:
     """With 132 processors."""
     found = fenced(torch.zeros(1, dtype=torch.int32))
-    _ask[(132,)](found, total, out, into, True, 16)
-    assert found.item() == way
-    _ask[(132,)](found, total, out, into, False, 16)
-    assert found.item() < WIDE
+    for total, times in MEASURED[out, into].items():
+        _ask[(132,)](found, total, out, into, True, 16)
+        assert times.get(found.item(), math.inf) <= 1.06 * min(times.values()), total
+        _ask[(132,)](found, total, out, into, False, 16)
+        assert found.item() < WIDE
+    _ask[(132,)](found, 0, out, into, True, 16)
+    assert found.item() == 0
 
 
 def test_shared_tiles_are_shared(device, monkeypatch) -> None:
     """And every time to the same result."""
-    device.programs = 16
+    device.programs, device.way = 16, 3
     x, layer = tokens(2, 512), a_layer(128, 512)
     first = ragged_linear(x, layer, starts(2))
     made = []
@@ -156,7 +234,7 @@ def test_shared_tiles_are_shared(device, monkeypatch) -> None:
     assert torch.equal(ragged_linear(x, layer, starts(2))[:, :2], first[:, :2])
     sums = next(t for t in made if t.dtype == torch.float32).view(-1, 64, 64)
     written = ~sums[:, :2].isnan().any(-1).any(-1)
-    assert 4 <= written.sum() <= 16
+    assert written.sum() == 8, "two tiles of four programs each"
     assert sums[:, 2:].isnan().all()
 
 
