@@ -1,21 +1,23 @@
 """Time, memory and where it goes, on a CUDA GPU, at the true shapes with random weights.
 
     python benchmarks/gpu.py [--models infinity-2b,infinity-8b] [--runtimes eager,graphs] [--batches 1,4,8]
-                             [--ratios none "nova:t*=7,spread=0.15"] [--size 1M] [--quantize fp8]
+                             [--decisions recorded | fixed] [--ratios none "nova:t*=7,spread=0.15"]
+                             [--size 1M] [--quantize fp8]
                              [--json FILE] [--plot PNG] [--profile LINES]
     python benchmarks/gpu.py --from FILE... --plot PNG      # only draws what was measured before
 
-Guided, 40 text tokens, bfloat16, 13 scales, decode included, text encoder not counted. Warm-up calls come first: 2, or
-60 of a method in graphs, where a graph that is too large is replaced once it has wasted as much as that costs. Then the
-median and the 95th percentile of the wall time of a call, and of one more call the times of its scales by CUDA events.
+Guided, 40 text tokens, bfloat16, decode included, text encoder not counted. `warm_up` comes first, which knows nothing
+of the decisions; every call has another prompt, seed and decision. Printed are the median and the 95th percentile of
+the wall time of a call, and of one more call the times of its scales by CUDA events.
 Memory is what torch holds of the device, caches emptied before: what graphs keep to themselves is in it. `cold` is the
 time from the start of this process to its first picture.
 
 With random weights entropies mean nothing, so decisions are given (benchmarks/decisions.py): `nova:recorded` plays
 those of the model that comes with the package, another one in every call; `nova:recorded=N` the N-th of them again and
 again; `nova:t*=7,spread=0.15` one that drops NOVA's share of a scale after scale 7, a layer's being (1 + 0.15) and
-(1 - 0.15) times that in turn. Probe, selection and restoration are switched on and paid for. With `,cache=zero` behind
-it holes stay as they are, as in NOVA(cache="zero").
+(1 - 0.15) times that in turn. `--decisions recorded` and `fixed` stand for the first and the last. Probe, selection and
+restoration are switched on and paid for. With `,cache=zero` behind it holes stay as they are, as in NOVA(cache="zero");
+`,probe=previous` looks at the scale before instead of the layer.
 """
 
 from __future__ import annotations
@@ -44,19 +46,19 @@ from nextscale.pipeline import Pipeline
 from nextscale.run import Run
 from nextscale.runtime import make_executor
 from nextscale.runtime.eager import Eager
-from nextscale.schedule import Scale
+from nextscale.schedule import Scale, Schedule
 
 TEXT = 40  # tokens of the prompt
-WARM_UP = 60  # calls of a method in graphs
+DECISIONS = {"recorded": "nova:recorded", "fixed": "nova:t*=7,spread=0.15"}
 BANDWIDTH, ARITHMETIC = 4.3e12, 790e12  # bytes and bf16 operations per second that an H200 was seen to reach
 
 
 def read_ratios(text: str, depth: int) -> NOVA | None:
-    """`none`, `nova:recorded`, `nova:recorded=N` or `nova:t*=7,spread=0.15`; behind it perhaps `,cache=zero`."""
+    """`none`, `nova:recorded`, `nova:recorded=N` or `nova:t*=7,spread=0.15`; behind it perhaps fields of NOVA."""
     if text == "none":
         return None
     fields = dict([*part.split("="), ""][:2] for part in text.removeprefix("nova:").split(","))
-    options: dict[str, Any] = {"cache": fields.get("cache", "residual")}
+    options: dict[str, Any] = {"cache": fields.get("cache", "residual"), "probe": fields.get("probe", "auto")}
     if "recorded" not in fields:
         star = int(fields.get("t*", 7))
         decision = alternating(star, float(fields.get("spread", 0.15)), depth)
@@ -75,9 +77,9 @@ def floor(pipe: Pipeline, scale: Scale, rows: int, share: float) -> float:
     return max(weights / BANDWIDTH, rows * (flops + b.head_flops(scale.tokens)) / ARITHMETIC)
 
 
-def decode_alone(pipe: Pipeline, images: int, size: str, repeats: int = 5) -> float:
+def decode_alone(pipe: Pipeline, images: int, schedule: Schedule, repeats: int = 5) -> float:
     """Milliseconds, by CUDA events."""
-    features = torch.randn_like(pipe.tokenizer.blank(images, pipe.schedule(pixel_budget=size))) * 0.2
+    features = torch.randn_like(pipe.tokenizer.blank(images, schedule)) * 0.2
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):  # the first time is a warm-up
         begin.record()
@@ -92,11 +94,6 @@ def age_of_process() -> float:
     """Seconds."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def reruns(pipe: Pipeline) -> tuple[int, int]:
-    """Reduced scales so far, and how many of them were run again."""
-    return getattr(pipe.executor, "scales", 0), getattr(pipe.executor, "again", 0)
 
 
 @contextmanager
@@ -135,32 +132,35 @@ def measure(
     pipe: Pipeline, images: int, method: NOVA | None, repeats: int, size: str = "1M", lines: int = 0
 ) -> dict[str, Any]:
     width = pipe.backbone.config.text_dim
-    embeds = [torch.randn(TEXT, width, device="cuda") for _ in range(images)]
-    call: dict[str, Any] = {"prompt_embeds": embeds, "output_type": "pt", "method": method, "pixel_budget": size}
-    schedule = pipe.schedule(pixel_budget=size)
+    sized = {} if pipe.backbone.family == "hart" else {"pixel_budget": size}
+    call: dict[str, Any] = {"output_type": "pt", "method": method, **sized}
+    schedule = pipe.schedule(**sized)
+    texts = ([torch.randn(TEXT, width, device="cuda") for _ in range(images)] for _ in itertools.count())
     began = time.perf_counter()
-    pipe(**call, seed=0)
+    pipe.warm_up([sized], [method], [images], text_tokens=TEXT)
+    pipe(**call, prompt_embeds=next(texts), seed=0)
     torch.cuda.synchronize()
     first, cold = time.perf_counter() - began, age_of_process()
-    for seed in range(1, 3 if method is None or pipe.executor.name != "graphs" else WARM_UP):
-        pipe(**call, seed=seed)
+    for seed in range(2):
+        pipe(**call, prompt_embeds=next(texts), seed=seed)
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before, captured = reruns(pipe), getattr(pipe.executor, "captured", 0)
+    captured = pipe.captured
     seconds = []
     for seed in range(repeats):
+        embeds = next(texts)
         torch.cuda.synchronize()
         began = time.perf_counter()
-        made = pipe(**call, seed=seed)
+        made = pipe(**call, prompt_embeds=embeds, seed=seed)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
+    call["prompt_embeds"] = embeds
     # An eager run's caching allocator holds more than it needs; memory of graphs is not called allocated.
     graphs = pipe.executor.name == "graphs"
     peak = torch.cuda.max_memory_reserved() if graphs else torch.cuda.max_memory_allocated()
-    ran = [now - then for now, then in zip(reruns(pipe), before, strict=True)]
-    captured = getattr(pipe.executor, "captured", 0) - captured
+    captured = pipe.captured - captured
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(schedule) + 2)]
     marks = iter(events[2:])
     pipe(**call, seed=0, callback_on_scale_end=lambda end: None)  # what a callback sees is captured by itself
@@ -175,7 +175,7 @@ def measure(
     whole = statistics.median(seconds)
     nodes, kernels, idle = profile(lambda: pipe(**call, seed=0), lines)
     flops = images * trace["flops"]
-    decode = decode_alone(pipe, images, size)
+    decode = decode_alone(pipe, images, schedule)
     weights = sum(p.nbytes for p in (*pipe.backbone.blocks.parameters(), *pipe.backbone.blocks.buffers()))
     return {
         "ms": 1e3 * whole,
@@ -183,8 +183,6 @@ def measure(
         "p95_ms": 1e3 * sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1],
         "decode_ms": decode,
         "captures": captured,  # of scales, during the calls that were timed
-        "reduced_scales": ran[0],
-        "run_again": ran[1],  # a layer wanted more room than the graph had
         "kernels_ms": kernels,
         "idle_ms": idle,  # between kernels
         "nodes_per_layer": nodes / len(schedule) / pipe.backbone.depth,  # with all that a scale does besides
@@ -243,7 +241,8 @@ def main() -> None:
     parser.add_argument("--models", default="infinity-2b,infinity-8b")
     parser.add_argument("--runtimes", default="eager,graphs")
     parser.add_argument("--batches", default="1,4,8")
-    parser.add_argument("--ratios", nargs="+", default=["none", "nova:recorded", "nova:t*=7,spread=0.15"])
+    parser.add_argument("--decisions", choices=DECISIONS, nargs="+", default=list(DECISIONS))
+    parser.add_argument("--ratios", nargs="+", help="instead of those of --decisions, and of a plain run")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--size", default="1M", help="pixel budget: 1M, or 4M for 2048 x 2048")
     parser.add_argument("--quantize", choices=["fp8"])
@@ -271,7 +270,7 @@ def main() -> None:
             name += " fp8"
         for runtime in options.runtimes.split(","):
             for images in map(int, options.batches.split(",")):
-                for ratios in options.ratios:
+                for ratios in options.ratios or ["none", *(DECISIONS[d] for d in options.decisions)]:
                     pipe.executor = make_executor(runtime, pipe.device)
                     gc.collect()
                     torch.cuda.empty_cache()
@@ -297,8 +296,6 @@ def main() -> None:
                     if len(rows) == 1:
                         print(f"  cold start, process to first picture: {found['cold_s']:.1f} s")
                     print(f"  kernels: {found['kernels_ms']:.1f} ms, between them {found['idle_ms']:.1f} ms")
-                    if found["reduced_scales"]:
-                        print(f"  {found['run_again']} of {found['reduced_scales']} reduced scales were run again")
                     print(f"  mean {found['mean_ms']:.1f} ms, {found['captures']} scales captured while it was timed")
                     print(
                         f"  text {found['text_ms']:.2f} ms; scales, ms: "

@@ -56,7 +56,9 @@ def on(device: str, name: str) -> Pipeline:
 
 @functools.cache
 def in_half(name: str) -> Pipeline:
-    return HALF[name]().to(DEVICE, dtype="bfloat16")
+    pipe = HALF[name]().to(DEVICE, dtype="bfloat16")
+    pipe.executor.text_slots = Graphs.text_slots  # longer texts are added up in another order
+    return pipe
 
 
 def captured(pipe: Pipeline) -> Pipeline:

@@ -210,7 +210,6 @@ MEASURED = {
 }
 
 
-
 @pytest.mark.parametrize(("out", "into"), MEASURED)
 def test_the_way_that_is_chosen(out: int, into: int) -> None:
     """With 132 processors."""
