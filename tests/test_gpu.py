@@ -210,7 +210,7 @@ def test_images_that_leave(name: str, how: str, like) -> None:
 
 
 def test_skipvar_and_nova_decide_for_each_image(tmp_path) -> None:
-    behaviours.skipvar_decides_for_each_image(*both("infinity", half=True), NOVA(t_est=2, alpha=0.0), tmp_path)
+    behaviours.skipvar_decides_for_each_image(*both("infinity"), NOVA(t_est=2, alpha=0.0), tmp_path)
 
 
 @pytest.mark.parametrize("patchify", [False, True], ids=["cells", "patches"])

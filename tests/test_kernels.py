@@ -859,3 +859,36 @@ def test_a_model_in_8_bits(device: str, make) -> None:
         small.executor = make_executor("graphs", small.device)
         for method in (None, NOVA(t_est=2)):
             assert same_tokens(ask(small, 2, method=method), ask(small, 2, method=method))
+
+
+@on_gpu
+@pytest.mark.parametrize("tma", [True, False], ids=["fetched", "loaded"])
+@pytest.mark.parametrize("small", [False, True], ids=["16 bits", "8 bits"])
+def test_a_graph_of_a_product_is_replayed_with_other_numbers_of_tokens(
+    device: str, small: bool, tma: bool, monkeypatch
+):
+    """Also as GPUs before Hopper load tiles."""
+    from nextscale.kernels import ragged
+
+    monkeypatch.setattr(ragged, "uses_tma", lambda device: tma)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(1024, 1536).to(device, torch.bfloat16).requires_grad_(False)
+    layer = FP8Linear(layer) if small else layer
+    x = torch.randn(1, 2048, 1024, device=device).bfloat16()
+    x = layer.rounded(x) if small else x
+    start = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    with torch.inference_mode():
+        expected = (layer(x) if small else torch.nn.functional.linear(x, layer.weight, layer.bias)).float()
+        ragged.ragged_linear(x, layer, start)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = ragged.ragged_linear(x, layer, start)
+        for total in (0, 1, 64, 65, 200, 640, 1300, 2048, 3):
+            start[1:] = torch.tensor([total // 2, total])
+            graph.replay()
+            first = found[:, :total].clone()
+            assert off(first, expected[:, :total]) < 0.01 if total else True
+            graph.replay()
+            assert torch.equal(first, found[:, :total])
+            assert not ragged.counters(x.device).any()

@@ -37,6 +37,9 @@ class Rehearsal(Method):
         policy.rehearse(self.number)
         return policy
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": "none", "fields": {}} if self.like is None else self.like.to_dict()
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -13,7 +13,7 @@ from torch import Tensor
 from nextscale.devices import wait_for
 from nextscale.packing import ALIGNED
 
-CHUNK = 2**28  # bytes that are asked for at least
+CHUNK = 2**28  # bytes, about: a decoder's maps are as large, and leave such holes
 
 
 class Ground:
@@ -43,8 +43,10 @@ class Ground:
                 yield
 
     def add(self, size: int) -> None:
+        """A chunk that has room for some tensors of this size: those of all layers have the same."""
+        size *= max(CHUNK // max(size, 1), 1)
         with self.allocating():
-            self.chunks.append(torch.empty(max(size, CHUNK), dtype=torch.uint8, device=self.device))
+            self.chunks.append(torch.empty(size, dtype=torch.uint8, device=self.device))
         wait_for(self.device)
 
     def make_working_memory(self, size: int) -> None:
@@ -60,13 +62,13 @@ class Ground:
 
         def take(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             nonlocal number, at
-            size = math.prod(shape) * dtype.itemsize
+            size = -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
             while number < len(self.chunks) and at + size > self.chunks[number].nbytes:
                 number, at = number + 1, 0
             if number == len(self.chunks):
                 self.add(size)
-            found = self.chunks[number][at : at + size].view(dtype).view(*shape)
-            at += -(-size // ALIGNED) * ALIGNED
+            found = self.chunks[number][at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+            at += size
             return found
 
         return take

@@ -35,9 +35,8 @@ class Program:
         # behind the others, where torch's own attention finds them.
         room, behind = (tokens, 0) if work.policy.passive else (tokens - last, last)
         take = ground.share()
-        layers = take((len(run.kv), 2, rows, heads, room, width), work.backbone.dtype)
-        self.kv = [(k, v) for k, v in layers]
-        self.tail = take((2, rows, heads, behind, width), work.backbone.dtype)
+        self.kv = [tuple(take((2, rows, heads, room, width), work.backbone.dtype)) for _ in run.kv]
+        self.tail = tuple(take((2, rows, heads, behind, width), work.backbone.dtype))
         self.lengths = torch.zeros(len(self.kv), rows, dtype=torch.long, device=self.features.device)
         self.before = self.features.clone(), self.lengths.clone()
         self.all_tokens = torch.cat([t.flatten() for t in run.tokens])
