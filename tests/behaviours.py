@@ -73,8 +73,8 @@ def counts(out: Any) -> list[list[tuple[int, list[int]]]]:
 
 
 def same(expected: Any, found: Any) -> bool:
-    """The same tokens are kept, and the same are drawn. In half precision but for a few of the last scale, whose own keys
-    a captured call looks at behind all others: they are added up in another order."""
+    """The same tokens are kept, and the same are drawn. In half precision but for a few of the last scale: its own keys
+    a captured call looks at behind all others, so they are added up in another order."""
     if counts(expected) != counts(found):
         return False
     if found.trace.to_dict()["dtype"] == "float32":

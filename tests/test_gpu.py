@@ -18,6 +18,7 @@ import behaviours
 from conftest import BUNDLED, ask, same_tokens
 from nextscale import NOVA, DropGuidance, Pipeline, Truncate
 from nextscale.errors import NextscaleError
+from nextscale.methods.nova import NOVAPolicy
 from nextscale.runtime import make_executor
 from nextscale.runtime.graphs import Graphs
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
@@ -341,3 +342,49 @@ def test_graphs_notice_weights_that_are_not_finite() -> None:
         pipe.backbone.blocks[1].mlp.fc1.weight[0, 0] = float("nan")
     with pytest.raises(NextscaleError, match=r"logits of scale 1 are not finite: the weights of blocks\.1\.mlp"):
         ask(pipe, 1)
+
+
+class WaitingPolicy(NOVAPolicy):
+    def select(self, layer, group, x, stats):
+        float(x.mean())  # the host waits for it
+        return super().select(layer, group, x, stats)
+
+
+class OfSomebody(NOVA):
+    def start(self, context):
+        return WaitingPolicy(context, self)
+
+
+class Patient(NOVA):
+    """Somebody's own, which waits for nothing."""
+
+    def start(self, context):
+        return type("PatientPolicy", (NOVAPolicy,), {"__module__": __name__})(context, self)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU is waited for")
+def test_a_method_that_waits_is_named_once(caplog) -> None:
+    pipe, other = both("infinity", half=True)
+    for kind in (OfSomebody, Patient):
+        method = kind(t_est=2, alpha=10)
+        for first in (0, 2):
+            expected, found = (ask(p, 1, first=first, method=method, output_type="latent") for p in (pipe, other))
+            assert behaviours.same(expected, found)
+        assert bool(other.executor.reason) == (kind is OfSomebody)
+    said = [r.message for r in caplog.records if "waits for the device" in r.message]
+    assert len(said) == 1
+    assert said[0].startswith("nova waits for the device inside a scale (test_gpu.py, line ")
+
+
+@pytest.mark.parametrize("name", ["var", "infinity", "hart"])
+@pytest.mark.parametrize("method", ["nova", "nova, previous", "toprovar", "sparsevar"])
+def test_after_a_warm_up_nothing_is_captured(name: str, method: str) -> None:
+    pipe, other = both(name, half=True)
+    size = {"pixel_budget": "0.06M"} if name == "infinity" else None
+    other.warm_up([size], [CAPTURED[method], None], [1, 2], text_tokens=16)
+    before = other.captured
+    for first, images in ((0, 2), (2, 1), (4, 2)):
+        for m in (CAPTURED[method], None):
+            expected, found = (ask(p, images, first=first, method=m, output_type="latent") for p in (pipe, other))
+            assert behaviours.same(expected, found)
+    assert other.captured == before > 0

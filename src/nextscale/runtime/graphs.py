@@ -13,12 +13,15 @@ import copy
 import dataclasses
 import logging
 import math
+import traceback
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import nextscale
 from nextscale.draws import PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.base import Stats
@@ -60,6 +63,7 @@ class Graphs(Eager):
         self.state: int | None = None  # where the newest of them left what the method remembers
         self.reports: list[Report] = []  # of them
         self.captured = 0  # scales
+        self.refused: dict[Hashable, str] = {}  # methods that turned out to wait, and where
         self.capturing: Capturing | None = None
 
     def open(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
@@ -68,7 +72,7 @@ class Graphs(Eager):
         self.ran.clear()
         self.reports.clear()
         self.state = None
-        self.apart, self.reason = False, why_not(work)
+        self.apart, self.reason = False, why_not(work) or self.refused.get(work.policy.structure, "")
         if self.reason:
             logger.info("no CUDA graphs: %s", self.reason)
             return super().open(work, inputs, images, guided)
@@ -148,7 +152,12 @@ class Graphs(Eager):
         key = (*any_, tuple((cache.used, cache.length is None) for cache in kv))
         captured = program.graphs.get(any_) or program.graphs.get(key)
         if captured is None:
-            captured = self.capture(program, work, task, kv)
+            try:
+                captured = self.capture(program, work, task, kv)
+            except Waiting as waiting:
+                self.refused[work.policy.structure] = self.reason = str(waiting)
+                logger.warning("%s %s, so its scales are not captured", work.policy.name or "the method", waiting)
+                return super().run_scale(work, task, features, kv)
             program.graphs[any_ if captured.made.chosen.everywhere else key] = captured
         self.ran.append((scale, captured))
         return self.replay(program, work, task, kv, captured)
@@ -204,8 +213,10 @@ class Graphs(Eager):
             chosen = Chosen.of(step.stats.chosen, task.scale.tokens)
             return Recorded(step, chosen, told, memory, [cache.length is None for cache in kv], state)
 
-        self.captured += 1
         program.save()
+        if not type(work.policy).__module__.startswith("nextscale.") and program.features.is_cuda:
+            require_no_wait(run, program, remembered)
+        self.captured += 1
         graph, made = self.record(run, program)
         program.memory.remember(remembered)  # nothing has been run yet
         return Captured(graph, made)
@@ -282,6 +293,30 @@ class Graphs(Eager):
             guided, raw = captured.made.told.largest
             if not math.isfinite(guided):
                 raise not_finite(math.isfinite(raw), scale, backbone)
+
+
+class Waiting(Exception):
+    """A method waits for the device."""
+
+
+def require_no_wait(run: Callable[..., Recorded], program: Program, remembered: dict[Hashable, Any]) -> None:
+    """Of a method that is not ours we cannot know. A capture would fail there, and leave a device that is of no use."""
+    for mode in ("default", "error"):  # kernels are compiled the first time, which waits
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            run()
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            ours = str(Path(nextscale.__file__).parent), str(Path(torch.__file__).parent)
+            places = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+            where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
+            raise Waiting(f"waits for the device inside a scale{where}") from None
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+            program.go_back()
+            program.memory.remember(remembered)
 
 
 def is_scarce(device: torch.device) -> bool:
