@@ -6,15 +6,19 @@ Behind the last token are cells and numbers that mean nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from conftest import ask, same_tokens
+from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SparseVAR, ToProVAR
 from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.parts import Parts
-from nextscale.methods.base import Policy
-from nextscale.methods.selection import Packed, Selection, gather, scatter
+from nextscale.methods.base import Method, Policy
+from nextscale.methods.linkage import Linkage
+from nextscale.methods.selection import Packed, Selection, gather, keep_highest, scatter
 from nextscale.models.stream import Stream
 
 gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
@@ -214,3 +218,62 @@ def test_holes_of_packed_tokens_stay_as_they_are(kept: list[list[int]]) -> None:
         expected = x[row].clone()
         expected[cells] += gate[row] * deltas[row]
         assert torch.allclose(filled[row], expected)
+
+
+METHODS: dict[str, Method] = {
+    "nova": NOVA(t_est=2, alpha=0.0),
+    "nova, zero": NOVA(t_est=2, alpha=0.0, cache="zero"),
+    "nova, feature": NOVA(t_est=2, alpha=0.0, cache="feature"),
+    "nova, attention": NOVA(t_est=2, alpha=0.0, metric="attention"),
+    "nova, nothing": NOVA(t_est=2, alpha=0.0, uncomputed="nothing", probe="previous"),
+    "nova, some unguided": NOVA(t_est=2, alpha=0.0) + DropGuidance(5),
+    "fastvar": FastVAR(),
+    "sparsevar": SparseVAR(start_scale=0.6, tau=0.95, anchor=2, similarity=0.95),
+    "toprovar": ToProVAR(tau=0.45, a_max=0.9),
+    "random": RandomSelection(NOVA(t_est=2, alpha=0.0)),
+}
+
+
+def as_kernels_choose(keep: Callable[..., Selection]) -> Callable[..., Selection]:
+    """The same choice, packed: how many tokens a row has is not told."""
+
+    def packed(*given, **more) -> Selection:
+        chosen, score = keep(*given, **more), next(g for g in given if isinstance(g, Tensor))
+        return Packed.of_mask(chosen.mask(score.shape[1]))
+
+    return packed
+
+
+@pytest.mark.parametrize("packed", ["by the executor", "by the method"])
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_tokens_through_a_whole_run(any_pipe, method: str, packed: str, monkeypatch) -> None:
+    """They are those that padded rows give, whoever packs them."""
+    expected = ask(any_pipe, 2, method=METHODS[method], output_type="latent")
+    laid = []
+    taken = Stream.__init__
+
+    def noted(stream, x, chosen=None):
+        taken(stream, x, chosen)
+        laid.append(isinstance(chosen, Packed))
+
+    monkeypatch.setattr(Stream, "__init__", noted)
+    monkeypatch.setattr("nextscale.runtime.eager.takes_packed", lambda backbone: True)
+    if packed == "by the method":
+        monkeypatch.setattr(Linkage, "keep", as_kernels_choose(Linkage.keep))
+        for module in ("fastvar", "random_selection", "sparsevar", "toprovar"):
+            name = f"nextscale.methods.{module}.keep_highest"
+            monkeypatch.setattr(name, as_kernels_choose(keep_highest), raising=False)
+    found = ask(any_pipe, 2, method=METHODS[method], output_type="latent")
+    assert any(laid)
+    assert same_tokens(found, expected)
+    assert torch.allclose(found.images, expected.images, atol=1e-4)
+    both = (found.trace.to_dict()["images"], expected.trace.to_dict()["images"])
+    assert any(one["row_tokens_computed"] < one["row_tokens_full"] for one in both[0])
+    for one, other in zip(*both, strict=True):
+        for new, old in zip(one["scales"], other["scales"], strict=True):
+            assert [e["kept"] for e in new["layers"]] == [e["kept"] for e in old["layers"]]
+    for scale in range(1, len(found.tokens) + 1):
+        for layer in range(1, any_pipe.backbone.depth + 1):
+            for image in range(2):
+                kept, padded = (out.trace.kept(image, scale, layer) for out in (found, expected))
+                assert (kept == padded).all()
