@@ -5,8 +5,11 @@ Behind the last token are cells and numbers that mean nothing.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,6 +23,9 @@ from nextscale.methods.base import Method, Policy
 from nextscale.methods.linkage import Linkage
 from nextscale.methods.selection import Packed, Selection, gather, keep_highest, scatter
 from nextscale.models.stream import Stream
+from nextscale.runtime import eager
+from nextscale.runtime.eager import Eager
+from test_runtime import Pretended
 
 gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 on_both = pytest.mark.parametrize("device", ["cpu", gpu])
@@ -244,36 +250,62 @@ def as_kernels_choose(keep: Callable[..., Selection]) -> Callable[..., Selection
     return packed
 
 
-@pytest.mark.parametrize("packed", ["by the executor", "by the method"])
+@dataclass(frozen=True)
+class FirstCells(Method):
+    """At every scale, the first one too; rows keep different numbers of tokens."""
+
+    name = "first_cells"
+    summary = "For tests."
+
+    def start(self, context):
+        return FirstCellsPolicy(context)
+
+
+class FirstCellsPolicy(Policy):
+    def select(self, layer, group, x, stats):
+        rows, tokens = x.shape[:2]
+        count = torch.tensor([max(tokens // (1 + (row + layer) % 3), 1) for row in range(rows)])
+        return Selection(torch.arange(tokens).expand(rows, -1).contiguous(), count)
+
+
+METHODS["every scale"] = FirstCells()
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_packed_tokens_through_a_whole_run(any_pipe, method: str, packed: str, monkeypatch) -> None:
-    """They are those that padded rows give, whoever packs them."""
+def test_packed_tokens_through_a_whole_run(any_pipe, method: str, monkeypatch) -> None:
+    """They are those that padded rows give, whoever packs them, and whether the host knows how many they are."""
     expected = ask(any_pipe, 2, method=METHODS[method], output_type="latent")
-    laid = []
-    taken = Stream.__init__
+    traced = expected.trace.to_dict()["images"]
+    assert any(image["row_tokens_computed"] < image["row_tokens_full"] for image in traced)
+    known: list[bool] = []
+    through = eager.through
 
-    def noted(stream, x, chosen=None):
-        taken(stream, x, chosen)
-        laid.append(isinstance(chosen, Packed))
+    def noted(block, parts, stream, given, positions, memory, chosen=None):
+        known.extend([] if stream.chosen is None else [stream.chosen.counts is not None])
+        through(block, parts, stream, given, positions, memory, chosen)
 
-    monkeypatch.setattr(Stream, "__init__", noted)
-    monkeypatch.setattr("nextscale.runtime.eager.takes_packed", lambda backbone: True)
-    if packed == "by the method":
-        monkeypatch.setattr(Linkage, "keep", as_kernels_choose(Linkage.keep))
-        for module in ("fastvar", "random_selection", "sparsevar", "toprovar"):
-            name = f"nextscale.methods.{module}.keep_highest"
-            monkeypatch.setattr(name, as_kernels_choose(keep_highest), raising=False)
-    found = ask(any_pipe, 2, method=METHODS[method], output_type="latent")
-    assert any(laid)
-    assert same_tokens(found, expected)
-    assert torch.allclose(found.images, expected.images, atol=1e-4)
-    both = (found.trace.to_dict()["images"], expected.trace.to_dict()["images"])
-    assert any(one["row_tokens_computed"] < one["row_tokens_full"] for one in both[0])
-    for one, other in zip(*both, strict=True):
-        for new, old in zip(one["scales"], other["scales"], strict=True):
-            assert [e["kept"] for e in new["layers"]] == [e["kept"] for e in old["layers"]]
-    for scale in range(1, len(found.tokens) + 1):
-        for layer in range(1, any_pipe.backbone.depth + 1):
-            for image in range(2):
-                kept, padded = (out.trace.kept(image, scale, layer) for out in (found, expected))
-                assert (kept == padded).all()
+    def check() -> None:
+        found = ask(other, 2, method=METHODS[method], output_type="latent")
+        assert same_tokens(found, expected)
+        assert torch.allclose(found.images, expected.images, atol=1e-4)
+        kept = [[layer["kept"] for e in image["scales"] for layer in e["layers"]] for image in traced]
+        images = found.trace.to_dict()["images"]
+        assert kept == [[layer["kept"] for e in image["scales"] for layer in e["layers"]] for image in images]
+        for image, scale in itertools.product(range(2), range(1, len(found.tokens) + 1)):
+            for layer in range(1, other.backbone.depth + 1):
+                assert (found.trace.kept(image, scale, layer) == expected.trace.kept(image, scale, layer)).all()
+
+    other = copy.copy(any_pipe)
+    monkeypatch.setattr(Eager, "through", staticmethod(noted))
+    monkeypatch.setattr(eager, "takes_packed", lambda backbone: True)
+    check()
+    assert known
+    assert all(known)
+    monkeypatch.setattr(Linkage, "keep", as_kernels_choose(Linkage.keep))
+    for module in ("fastvar", "random_selection", "sparsevar", "toprovar"):
+        monkeypatch.setattr(f"nextscale.methods.{module}.keep_highest", as_kernels_choose(keep_highest))
+    check()
+    known.clear()
+    other.executor = Pretended()
+    check()
+    assert method == "every scale" or (known and not any(known))
