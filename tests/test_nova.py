@@ -297,7 +297,9 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
             patch.setattr("nextscale.kernels.lens.fused_lens", whole)
             patch.setattr("nextscale.kernels.lens.fused_lens_of_filled", filled)
             patch.setattr("nextscale.runtime.eager.takes_packed", lambda backbone: True)
-            patch.setattr(Linkage, "keep", lambda rule, e, *rest, **more: packed(keep(rule, e, *rest, **more), e.shape[1]))
+            patch.setattr(
+                Linkage, "keep", lambda rule, e, *rest, **more: packed(keep(rule, e, *rest, **more), e.shape[1])
+            )
             found = ask(pipe, images=2, method=method)
         assert all(map(torch.equal, found.tokens, expected.tokens))
         pairs = zip(found.trace.to_dict()["images"], expected.trace.to_dict()["images"], strict=True)

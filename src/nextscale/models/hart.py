@@ -103,8 +103,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, packed: Packed | None = None) -> Tensor | Parts:
         gate, up = (linear(x, layer, packed, None) for layer in (self.gate, self.up))
-        ragged = packed is not None and multiplies(gate, self.down)
-        gated = ragged_gated(gate, up, packed.start, self.down) if ragged else F.silu(gate) * up
+        if packed is not None and multiplies(gate, self.down):
+            gated = ragged_gated(gate, up, packed.start, self.down)
+        else:
+            gated = F.silu(gate) * up
         return linear_for_sum(gated, self.down, packed)
 
 
