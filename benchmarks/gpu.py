@@ -94,11 +94,6 @@ def age_of_process() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def reruns(pipe: Pipeline) -> tuple[int, int]:
-    """Reduced scales so far, and how many of them were run again."""
-    return getattr(pipe.executor, "scales", 0), getattr(pipe.executor, "again", 0)
-
-
 @contextmanager
 def marked(executor: Eager, opened: Any) -> Iterator[None]:
     """The event is recorded when a call's state is there."""
@@ -148,7 +143,7 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before, captured = reruns(pipe), getattr(pipe.executor, "captured", 0)
+    captured = getattr(pipe.executor, "captured", 0)
     seconds = []
     for seed in range(repeats):
         torch.cuda.synchronize()
@@ -159,7 +154,6 @@ def measure(
     # An eager run's caching allocator holds more than it needs; memory of graphs is not called allocated.
     graphs = pipe.executor.name == "graphs"
     peak = torch.cuda.max_memory_reserved() if graphs else torch.cuda.max_memory_allocated()
-    ran = [now - then for now, then in zip(reruns(pipe), before, strict=True)]
     captured = getattr(pipe.executor, "captured", 0) - captured
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(schedule) + 2)]
     marks = iter(events[2:])
@@ -183,8 +177,6 @@ def measure(
         "p95_ms": 1e3 * sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1],
         "decode_ms": decode,
         "captures": captured,  # of scales, during the calls that were timed
-        "reduced_scales": ran[0],
-        "run_again": ran[1],  # a layer wanted more room than the graph had
         "kernels_ms": kernels,
         "idle_ms": idle,  # between kernels
         "nodes_per_layer": nodes / len(schedule) / pipe.backbone.depth,  # with all that a scale does besides
@@ -297,8 +289,6 @@ def main() -> None:
                     if len(rows) == 1:
                         print(f"  cold start, process to first picture: {found['cold_s']:.1f} s")
                     print(f"  kernels: {found['kernels_ms']:.1f} ms, between them {found['idle_ms']:.1f} ms")
-                    if found["reduced_scales"]:
-                        print(f"  {found['run_again']} of {found['reduced_scales']} reduced scales were run again")
                     print(f"  mean {found['mean_ms']:.1f} ms, {found['captures']} scales captured while it was timed")
                     print(
                         f"  text {found['text_ms']:.2f} ms; scales, ms: "
