@@ -13,8 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 
 from fences import fenced, fences, some, whole
@@ -26,6 +24,9 @@ from nextscale.kernels.fp8 import FORMAT, Reads
 from nextscale.kernels.keys_triton import split_and_store
 from nextscale.methods.selection import Packed
 from plain import Array, attention, close, cosine, eight_bits, halves, pairs, plain
+
+triton = pytest.importorskip("triton")
+tl = triton.language
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from nextscale.methods.base import Stats
 from nextscale.methods.linkage import Linkage
 from nextscale.methods.nova import NOVAPolicy
 from nextscale.methods.residual import resize_tokens
-from nextscale.methods.selection import Selection, keep_highest, scatter
+from nextscale.methods.selection import Packed, Selection, keep_highest, scatter
 from nextscale.run import Rows
 
 
@@ -229,12 +229,9 @@ def test_with_one_selection_nothing_has_to_be_restored(infinity) -> None:
     ]  # cells that were not computed keep the entropy that was known of them
 
 
-def slots_of(chosen: Selection, tokens: int) -> Selection:
-    """The selection with the slot of every cell, as the kernel gives it."""
-    slot = torch.full((len(chosen.index), tokens + 1), -1, dtype=torch.int32)
-    number = torch.arange(chosen.index.shape[1], dtype=torch.int32).expand_as(chosen.index)
-    slot = slot.scatter(1, chosen.index.where(chosen.real, tokens), number)[:, :-1]
-    return Selection(chosen.index, chosen.count, slot)
+def packed(chosen: Selection, tokens: int) -> Packed:
+    """As a kernel gives it."""
+    return Packed.of_mask(chosen.mask(tokens))
 
 
 @torch.no_grad()
@@ -246,7 +243,7 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
 
     def restore(x, cached, grids, mode, chosen, stream, added=None, moments=None):
         before = resize_tokens(cached.float(), *grids, mode)
-        filled = scatter(x + before, chosen, stream.sum)
+        filled = scatter(x + before, chosen, chosen.padded(stream.sum))
         if added is not None:
             added.copy_(filled - x)
         if moments is not None:
@@ -260,7 +257,7 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
         return x.copy_(stream.sum)
 
     def put(x, chosen, stream, moments=None):
-        filled = scatter(x, chosen, stream.sum)
+        filled = scatter(x, chosen, chosen.padded(stream.sum))
         if moments is not None:  # only of what changes
             few, kept = filled[: len(moments)], (chosen.slot[: len(moments)] >= 0)[..., None]
             new = torch.stack((few.mean(-1), few.var(-1, unbiased=False)), dim=-1)
@@ -299,7 +296,10 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
             patch.setattr("nextscale.runtime.eager.looks", lambda x: True)
             patch.setattr("nextscale.kernels.lens.fused_lens", whole)
             patch.setattr("nextscale.kernels.lens.fused_lens_of_filled", filled)
-            patch.setattr(Linkage, "keep", lambda rule, e, *rest: slots_of(keep(rule, e, *rest), e.shape[1]))
+            patch.setattr("nextscale.runtime.eager.takes_packed", lambda backbone: True)
+            patch.setattr(
+                Linkage, "keep", lambda rule, e, *rest, **more: packed(keep(rule, e, *rest, **more), e.shape[1])
+            )
             found = ask(pipe, images=2, method=method)
         assert all(map(torch.equal, found.tokens, expected.tokens))
         pairs = zip(found.trace.to_dict()["images"], expected.trace.to_dict()["images"], strict=True)

@@ -5,17 +5,27 @@ Behind the last token are cells and numbers that mean nothing.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from conftest import ask, same_tokens
+from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SparseVAR, ToProVAR
 from nextscale.kernels.modulate import Norm, fuses
 from nextscale.kernels.parts import Parts
-from nextscale.methods.base import Policy
-from nextscale.methods.selection import Packed, Selection, gather, scatter
+from nextscale.methods.base import Method, Policy
+from nextscale.methods.linkage import Linkage
+from nextscale.methods.selection import Packed, Selection, gather, keep_highest, scatter
 from nextscale.models.stream import Stream
+from nextscale.runtime import eager
+from nextscale.runtime.eager import Eager
+from test_runtime import Pretended
 
 gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 on_both = pytest.mark.parametrize("device", ["cpu", gpu])
@@ -214,3 +224,88 @@ def test_holes_of_packed_tokens_stay_as_they_are(kept: list[list[int]]) -> None:
         expected = x[row].clone()
         expected[cells] += gate[row] * deltas[row]
         assert torch.allclose(filled[row], expected)
+
+
+METHODS: dict[str, Method] = {
+    "nova": NOVA(t_est=2, alpha=0.0),
+    "nova, zero": NOVA(t_est=2, alpha=0.0, cache="zero"),
+    "nova, feature": NOVA(t_est=2, alpha=0.0, cache="feature"),
+    "nova, attention": NOVA(t_est=2, alpha=0.0, metric="attention"),
+    "nova, nothing": NOVA(t_est=2, alpha=0.0, uncomputed="nothing", probe="previous"),
+    "nova, some unguided": NOVA(t_est=2, alpha=0.0) + DropGuidance(5),
+    "fastvar": FastVAR(),
+    "sparsevar": SparseVAR(start_scale=0.6, tau=0.95, anchor=2, similarity=0.95),
+    "toprovar": ToProVAR(tau=0.45, a_max=0.9),
+    "random": RandomSelection(NOVA(t_est=2, alpha=0.0)),
+}
+
+
+def as_kernels_choose(keep: Callable[..., Selection]) -> Callable[..., Selection]:
+    """The same choice, packed: how many tokens a row has is not told."""
+
+    def packed(*given, **more) -> Selection:
+        chosen, score = keep(*given, **more), next(g for g in given if isinstance(g, Tensor))
+        return Packed.of_mask(chosen.mask(score.shape[1]))
+
+    return packed
+
+
+@dataclass(frozen=True)
+class FirstCells(Method):
+    """At every scale, the first one too; rows keep different numbers of tokens."""
+
+    name = "first_cells"
+    summary = "For tests."
+
+    def start(self, context):
+        return FirstCellsPolicy(context)
+
+
+class FirstCellsPolicy(Policy):
+    def select(self, layer, group, x, stats):
+        rows, tokens = x.shape[:2]
+        count = torch.tensor([max(tokens // (1 + (row + layer) % 3), 1) for row in range(rows)])
+        return Selection(torch.arange(tokens).expand(rows, -1).contiguous(), count)
+
+
+METHODS["every scale"] = FirstCells()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_tokens_through_a_whole_run(any_pipe, method: str, monkeypatch) -> None:
+    """They are those that padded rows give, whoever packs them, and whether the host knows how many they are."""
+    expected = ask(any_pipe, 2, method=METHODS[method], output_type="latent")
+    traced = expected.trace.to_dict()["images"]
+    assert any(image["row_tokens_computed"] < image["row_tokens_full"] for image in traced)
+    known: list[bool] = []
+    through = eager.through
+
+    def noted(block, parts, stream, given, positions, memory, chosen=None):
+        known.extend([] if stream.chosen is None else [stream.chosen.counts is not None])
+        through(block, parts, stream, given, positions, memory, chosen)
+
+    def check() -> None:
+        found = ask(other, 2, method=METHODS[method], output_type="latent")
+        assert same_tokens(found, expected)
+        assert torch.allclose(found.images, expected.images, atol=1e-4)
+        kept = [[layer["kept"] for e in image["scales"] for layer in e["layers"]] for image in traced]
+        images = found.trace.to_dict()["images"]
+        assert kept == [[layer["kept"] for e in image["scales"] for layer in e["layers"]] for image in images]
+        for image, scale in itertools.product(range(2), range(1, len(found.tokens) + 1)):
+            for layer in range(1, other.backbone.depth + 1):
+                assert (found.trace.kept(image, scale, layer) == expected.trace.kept(image, scale, layer)).all()
+
+    other = copy.copy(any_pipe)
+    monkeypatch.setattr(Eager, "through", staticmethod(noted))
+    monkeypatch.setattr(eager, "takes_packed", lambda backbone: True)
+    check()
+    assert known
+    assert all(known)
+    monkeypatch.setattr(Linkage, "keep", as_kernels_choose(Linkage.keep))
+    for module in ("fastvar", "random_selection", "sparsevar", "toprovar"):
+        monkeypatch.setattr(f"nextscale.methods.{module}.keep_highest", as_kernels_choose(keep_highest))
+    check()
+    known.clear()
+    other.executor = Pretended()
+    check()
+    assert method == "every scale" or (known and not any(known))

@@ -374,6 +374,7 @@ CAPTURED = {
     "random fastvar": RandomSelection(FastVAR(scale_table="0.5:0.3 1:0.6")) + DropGuidance(4),
     "truncate and guidance": Truncate(2) + DropGuidance(4),
     "fastvar": FastVAR(scale_table="0.5:0.3 1:0.6"),
+    "fastvar, complete in between": FastVAR(scale_table="0.5:0.3 0.8:0 1:0.6"),
     "sparsevar": SparseVAR(start_scale=0.5, tau=0.9),
     "toprovar": ToProVAR(tau=0.3, beta=1.0, a_max=0.9),
     "toprovar, previous layer": ToProVAR(tau=0.3, beta=1.0, a_max=0.9, entropy_from="previous_layer"),
@@ -702,7 +703,10 @@ def test_settings_are_those_of_the_call_of_a_method(infinity) -> None:
 def test_methods_are_those_of_the_call(infinity, kind) -> None:
     methods = [m for m in CAPTURED.values() if isinstance(m, kind)]
     more = {
-        NOVA: [NOVA(t_est=2, alpha=10, lam=1.0), NOVA(t_est=2, alpha=10, scale_linkage=False)],
+        NOVA: [
+            NOVA(t_est=2, alpha=10, **given)
+            for given in ({"lam": 1.0}, {"scale_linkage": False}, {"max_layer_keep": 0.4})
+        ],
         SparseVAR: [SparseVAR(start_scale=0.5, tau=0.95)],
         ToProVAR: [ToProVAR(**{"tau": 0.3, "a_max": 0.9, **given}) for given in ({"center": False}, {}, {"tau": 0.9})],
     }

@@ -17,7 +17,7 @@ from nextscale.errors import NextscaleError
 from nextscale.guidance import Number, combine, ramp, told
 from nextscale.kernels.modulate import Norm
 from nextscale.kernels.parts import Parts
-from nextscale.kernels.ragged import ragged_gated
+from nextscale.kernels.ragged import multiplies, ragged_gated
 from nextscale.kernels.rows import linear_for_sum
 from nextscale.models.base import Backbone, Block, State, per_row, shared
 from nextscale.models.infinity import TextCondition
@@ -103,7 +103,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, packed: Packed | None = None) -> Tensor | Parts:
         gate, up = (linear(x, layer, packed, None) for layer in (self.gate, self.up))
-        gated = F.silu(gate) * up if packed is None else ragged_gated(gate, up, packed.start, self.down)
+        if packed is not None and multiplies(gate, self.down):
+            gated = ragged_gated(gate, up, packed.start, self.down)
+        else:
+            gated = F.silu(gate) * up
         return linear_for_sum(gated, self.down, packed)
 
 
