@@ -210,7 +210,6 @@ MEASURED = {
 }
 
 
-
 @pytest.mark.xfail(reason="measured before there were tiles of 128 x 64 and 128 x 192", strict=False)
 @pytest.mark.parametrize(("out", "into"), MEASURED)
 def test_the_way_that_is_chosen(out: int, into: int) -> None:
@@ -237,6 +236,23 @@ def test_shared_tiles_are_shared(device, monkeypatch) -> None:
     written = ~sums[:, :2].isnan().any(-1).any(-1)
     assert written.sum() == 8, "two tiles of four programs each"
     assert sums[:, 2:].isnan().all()
+
+
+@triton.jit
+def _come(at, part, parts):
+    ragged_triton._wait(at, part, parts)
+
+
+@pytest.mark.parametrize("top", [0, -(2**31)])
+@pytest.mark.parametrize("parts", [2, 3, 8])
+@pytest.mark.parametrize("first", [False, True])
+def test_the_last_one_does_not_wait(parts: int, first: bool, top: int) -> None:
+    """Whether it has the first part or another; and only the top bit has turned then."""
+    here = parts - 1 if first else 2**31 - 1  # what the others have added
+    arrived = torch.tensor([0, top + here if top else here, 0])
+    arrived = fenced(((arrived + 2**31) % 2**32 - 2**31).to(torch.int32))
+    _come[(1,)](arrived[1:], 0 if first else 1, parts)
+    assert arrived.tolist() == [0, 0 if top else -(2**31), 0]
 
 
 def spied(made_by, made: list[Tensor]):

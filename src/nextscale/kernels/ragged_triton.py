@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 if TYPE_CHECKING:
@@ -42,13 +43,14 @@ def fused_product(
     tma: bool,
     waits: bool,
     way: int = ANY,
+    early: bool = False,
 ) -> Tensor:
     """[1, T, N] of x [1, T, K], times `by`, plus the bias; `arrived` is zero before the first call, and nothing else
     may write it. `way`: a place in the list of `_cheapest`, for those who compare them.
 
     `waits`: all programs run at once, and those that share a tile wait for each other: so there must be no more than
     the GPU has processors, and nothing else may keep one of those to itself. Otherwise the last of them does what is
-    left."""
+    left. `early`: programs start while the kernel before ends, from Hopper on, and wait for it by themselves."""
     tokens, into = x.shape[1:]
     out = len(weight)
     y = torch.empty(1, tokens, out, dtype=reads.dtype, device=x.device)
@@ -92,8 +94,10 @@ def fused_product(
         TALL_STAGES=7 if small else 4,
         STAGES=5 if tma else 3,
         WAITS=waits,
+        EARLY=early,
         num_warps=8,
         num_stages=3,
+        **({"launch_pdl": True} if early else {}),
     )
     return y
 
@@ -153,7 +157,11 @@ def _product(
     TALL_STAGES: tl.constexpr,
     STAGES: tl.constexpr,
     WAITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:  # the next kernel may come as soon as all programs are here: so it takes no place that one needs
+        gdc_wait()
+        gdc_launch_dependents()
     tl.assume(into > 0)
     total = tl.minimum(tl.load(start_at + last), capacity)
     best = _cheapest(total, out, into, way, TMA, x_at.dtype.element_ty.primitive_bitwidth, DEEP, FEW_DEEP)
