@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 if TYPE_CHECKING:
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 
 from nextscale.kernels.fp8_triton import as_read
 
-# Tiles of 64 x 64 tokens and output channels, and of 128 x 64, 128, 192, 256.
-FEW, TALL, MANY, BROAD, WIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+# Tiles of 64 x 64 tokens and output channels, and of 128 x 64, 128, 256.
+FEW, TALL, MANY, WIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 MOST_PARTS = tl.constexpr(8)
 LARGEST = 128 * 256  # numbers of a tile
 BLOCK = 4096  # numbers that a program takes at once where nothing is multiplied
@@ -43,14 +42,13 @@ def fused_product(
     tma: bool,
     waits: bool,
     way: int = ANY,
-    early: bool = False,
 ) -> Tensor:
     """[1, T, N] of x [1, T, K], times `by`, plus the bias; `arrived` is zero before the first call, and nothing else
     may write it. `way`: a place in the list of `_cheapest`, for those who compare them.
 
     `waits`: all programs run at once, and those that share a tile wait for each other: so there must be no more than
     the GPU has processors, and nothing else may keep one of those to itself. Otherwise the last of them does what is
-    left. `early`: programs start while the kernel before ends, from Hopper on, and wait for it by themselves."""
+    left."""
     tokens, into = x.shape[1:]
     out = len(weight)
     y = torch.empty(1, tokens, out, dtype=reads.dtype, device=x.device)
@@ -59,14 +57,14 @@ def fused_product(
     small = x.element_size() == 1
     deep, few_deep = (128, 128) if small else (64, 128)
     flat, weight = x[0].contiguous(), weight.contiguous()
-    fetched: list[Any] = [None] * 10
+    fetched: list[Any] = [None] * 8
     if tma:  # the GPU fetches tiles by itself; one description for each shape of them
         fetched = [
             *(TensorDescriptor.from_tensor(flat, [rows, few_deep]) for rows in (64, 128)),
             TensorDescriptor.from_tensor(flat, [128, deep]),
             TensorDescriptor.from_tensor(weight, [64, few_deep]),
-            *(TensorDescriptor.from_tensor(weight, [width, deep]) for width in (64, 128, 256)),
-            *(TensorDescriptor.from_tensor(y[0], [128, width]) for width in (64, 128, 256)),
+            *(TensorDescriptor.from_tensor(weight, [width, deep]) for width in (128, 256)),
+            *(TensorDescriptor.from_tensor(y[0], [128, width]) for width in (128, 256)),
         ]
     _product[(programs,)](
         *fetched,
@@ -90,14 +88,12 @@ def fused_product(
         DEEP=deep,
         FEW_DEEP=few_deep,
         # Small tiles wait for what is on its way: that must be much, and as much in 8 bits.
-        FEW_STAGES=(8 if small else 5) if tma else 3,
+        FEW_STAGES=(6 if small else 4) if tma else 3,
         TALL_STAGES=7 if small else 4,
         STAGES=5 if tma else 3,
         WAITS=waits,
-        EARLY=early,
         num_warps=8,
         num_stages=3,
-        **({"launch_pdl": True} if early else {}),
     )
     return y
 
@@ -128,10 +124,8 @@ def _product(
     tall_x,
     x,
     few_weight,
-    side_weight,
     weight,
     wide_weight,
-    side_y,
     y,
     wide_y,
     x_at,
@@ -157,11 +151,7 @@ def _product(
     TALL_STAGES: tl.constexpr,
     STAGES: tl.constexpr,
     WAITS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:  # the next kernel may come as soon as all programs are here: so it takes no place that one needs
-        gdc_wait()
-        gdc_launch_dependents()
     tl.assume(into > 0)
     total = tl.minimum(tl.load(start_at + last), capacity)
     best = _cheapest(total, out, into, way, TMA, x_at.dtype.element_ty.primitive_bitwidth, DEEP, FEW_DEEP)
@@ -174,16 +164,14 @@ def _product(
         _shared(few_x, few_weight, *at, *sums, *numbers, BIAS, GELU, TMA, WAITS, 64, 64, FEW_DEEP, FEW_STAGES)
     elif size == MANY:
         if parts == 1:
-            _whole(x, weight, None, y, None, *at, *numbers, BIAS, GELU, TMA, 128, 128, 0, DEEP, STAGES)
+            _whole(x, weight, y, *at, *numbers, BIAS, GELU, TMA, 128, 128, DEEP)
         else:
             _shared(x, weight, *at, *sums, *numbers, BIAS, GELU, TMA, WAITS, 128, 128, DEEP, STAGES)
     elif TMA:
         if size == TALL:
             _shared(tall_x, few_weight, *at, *sums, *numbers, BIAS, GELU, TMA, WAITS, 128, 64, FEW_DEEP, TALL_STAGES)
-        elif size == BROAD:
-            _whole(x, weight, side_weight, y, side_y, *at, *numbers, BIAS, GELU, TMA, 128, 128, 64, DEEP, 4)
         elif parts == 1:
-            _whole(x, wide_weight, None, wide_y, None, *at, *numbers, BIAS, GELU, TMA, 128, 256, 0, DEEP, 3)
+            _whole(x, wide_weight, wide_y, *at, *numbers, BIAS, GELU, TMA, 128, 256, DEEP)
         else:
             _shared(x, wide_weight, *at, *sums, *numbers, BIAS, GELU, TMA, WAITS, 128, 256, DEEP, 4)
 
@@ -192,44 +180,39 @@ def _product(
 def _cheapest(total, out, into, way, TMA: tl.constexpr, BITS: tl.constexpr, DEEP: tl.constexpr, FEW_DEEP: tl.constexpr):
     """The way to multiply that takes least time: size of the tiles * MOST_PARTS + parts - 1. All are compared at once,
     a thread each. Microseconds are those that an H200 was measured to take."""
-    each = tl.arange(0, 8 * MOST_PARTS)
+    each = tl.arange(0, 4 * MOST_PARTS)
     size, parts = each // MOST_PARTS, each % MOST_PARTS + 1
-    rows, width = _of(size, 64, 128, 128, 128, 128), _of(size, 64, 64, 128, 192, 256)
+    rows, width = _of(size, 64, 128, 128, 128), _of(size, 64, 64, 128, 256)
     tiles = ((total + rows - 1) // rows) * ((out + width - 1) // width)
     programs = tl.num_programs(0)
     rounds = (tiles * parts + programs - 1) // programs
     # Once; for every tile; and for 2048 channels of one in 16 bits.
-    once = _of(size, 2.8, 2.6, 2.4, 2.0, 1.6)
-    each_tile = _of(size, 1.4, 1.0, 0.5, 2.0, 4.1)
-    channels = _of(size, 6.6, 9.6, 13.2, 16.2, 19.0) * (into * BITS / (2048.0 * 16))
+    once, each_tile = _of(size, 2.8, 3.0, 2.0, 1.6), _of(size, 1.4, 1.0, 0.0, 4.1)
+    channels = _of(size, 6.7, 11.0, 16.7, 19.0) * (into * BITS / (2048.0 * 16))
     # To wait for all parts; and for their sums.
-    wait = _of(size, 1.6, 2.0, 2.8, 0.0, 4.0)
-    read = _of(size, 0.2, 0.2, 0.3, 0.0, 0.5) * tl.minimum(total, rows) / rows
+    wait, read = _of(size, 1.2, 1.8, 3.8, 6.0), _of(size, 0.2, 0.2, 0.5, 0.5) * tl.minimum(total, rows) / rows
     cost = once + rounds * (each_tile + channels / parts) + tl.where(parts > 1, wait + read * parts, 0.0)
     # A program shares one tile at most: so sums have a place for every program, and nobody waits for a second round.
-    deep = _of(size, FEW_DEEP, FEW_DEEP, DEEP, DEEP, DEEP)
-    fits = (parts == 1) | ((tiles * parts <= programs) & (parts <= (into + deep - 1) // deep) & (size != BROAD))
+    deep = _of(size, FEW_DEEP, FEW_DEEP, DEEP, DEEP)
+    fits = (parts == 1) | ((tiles * parts <= programs) & (parts <= (into + deep - 1) // deep))
     # Before Hopper, some tiles need more memory than there is.
-    fits &= (size <= WIDE) if TMA else ((size == FEW) | (size == MANY))
+    fits &= TMA | (size == FEW) | (size == MANY)
     # What takes long with few tokens is reading the weights, and small tiles read them with most programs.
     wanted = tl.where(way < 0, (size == FEW) | (total > 64), each == way)
     return tl.argmin(tl.where(fits & wanted, cost, float("inf")), 0)
 
 
 @triton.jit
-def _of(size, few, tall, many, broad, wide):
+def _of(size, few, tall, many, wide):
     """What tiles of a size have."""
-    large = tl.where(size == MANY, many, tl.where(size == BROAD, broad, wide))
-    return tl.where(size == FEW, few, tl.where(size == TALL, tall, large))
+    return tl.where(size == FEW, few, tl.where(size == TALL, tall, tl.where(size == MANY, many, wide)))
 
 
 @triton.jit
 def _whole(
     x,
     weight,
-    side_weight,
     y,
-    side_y,
     x_at,
     weight_at,
     y_at,
@@ -244,38 +227,28 @@ def _whole(
     TMA: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    SIDE: tl.constexpr,
     DEEP: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Tiles one after the other; while one is written, the next is on its way. `SIDE`: so many channels more, for
-    numbers of channels that are no power of two; only where the GPU fetches tiles by itself."""
-    down, across = tl.cdiv(total, ROWS), tl.cdiv(out, WIDTH + SIDE)
+    """Tiles one after the other; while one is written, the next is on its way.
+
+    With two sums, for 192 channels, ptxas lets no product of the whole kernel run beside another (C7515)."""
+    down, across = tl.cdiv(total, ROWS), tl.cdiv(out, WIDTH)
     programs, done = tl.num_programs(0), tl.program_id(0)
-    dtype: tl.constexpr = y_at.dtype.element_ty
-    for tile in tl.range(tl.program_id(0), down * across, programs, flatten=True, num_stages=STAGES):
-        row, channel = _place(tile, down, across, ROWS, WIDTH + SIDE)
+    for tile in tl.range(tl.program_id(0), down * across, programs, flatten=True):
+        row, channel = _place(tile, down, across, ROWS, WIDTH)
         sums = tl.zeros((ROWS, WIDTH), tl.float32)
-        if SIDE:
-            side = tl.zeros((ROWS, SIDE), tl.float32)
-        for source in tl.range(0, into, DEEP, num_stages=STAGES):
+        for source in tl.range(0, into, DEEP):
             a = _tile(x, x_at, row, total, source, into, ROWS, DEEP, TMA)
             b = _tile(weight, weight_at, channel, out, source, into, WIDTH, DEEP, TMA)
             sums = tl.dot(a, b.T, sums)
-            if SIDE:
-                b = side_weight.load([channel + WIDTH, source])
-                side = tl.dot(a, b.T, side)
         # Counted once more, so that what is written does not keep back what is fetched.
-        row, channel = _place(done, down, across, ROWS, WIDTH + SIDE)
+        row, channel = _place(done, down, across, ROWS, WIDTH)
         done += programs
-        result = _finished(sums, by, bias_at, channel, out, y_by, dtype, BIAS, GELU, WIDTH)
+        result = _finished(sums, by, bias_at, channel, out, y_by, y_at.dtype.element_ty, BIAS, GELU, WIDTH)
         if TMA:  # writes behind the last token, too, where nobody reads, but never beside the tensor
             y.store([row, channel], result)
         else:
             _write(y_at, result, row, total, channel, out, ROWS, WIDTH)
-        if SIDE:
-            result = _finished(side, by, bias_at, channel + WIDTH, out, y_by, dtype, BIAS, GELU, SIDE)
-            side_y.store([row, channel + WIDTH], result)
 
 
 @triton.jit
