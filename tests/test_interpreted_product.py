@@ -25,7 +25,7 @@ tl = triton.language
 
 ROOM = 260
 TOTALS = [0, 1, 2, 63, 64, 65, 130, 200, ROOM]
-WIDE = 2 * 8  # the first place of tiles of 256 channels in the list of ways
+TALL, MANY, WIDE = range(8, 32, 8)  # the first places of tiles of a size in the list of ways
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def test_a_ragged_layer(device, total: int, out: int, into: int, tma: bool) -> N
 
 
 @pytest.mark.parametrize("tma", [False, True], ids=["plain", "tma"])
-@pytest.mark.parametrize("way", [*range(3), 8, 9, 11, WIDE, WIDE + 1, WIDE + 2])
+@pytest.mark.parametrize("way", [*range(3), TALL, TALL + 2, MANY, MANY + 1, MANY + 3, WIDE, WIDE + 1, WIDE + 2])
 @pytest.mark.parametrize("total", [1, 200])
 def test_every_way(device, total: int, way: int, tma: bool) -> None:
     """Tiles of every size, alone and shared by 2, 3 or 4 programs. Input channels are no multiple of what is taken at
@@ -122,27 +122,28 @@ def _ask(found_at, total, out, into, TMA: tl.constexpr, BITS: tl.constexpr):
 
 
 # Microseconds of an H200 in bfloat16, of outputs and inputs, tokens, and ways: those that take 15 % more than the best.
+# Most were measured before there were tiles of 128 x 64, and before programs that share a tile waited for each other.
 MEASURED = {
     (6144, 2048): {
         2: {0: 11.4},
         16: {0: 11.3},
         32: {0: 11.3},
         64: {0: 11.4},
-        96: {0: 18.7, 8: 19.6, 9: 19.0},
-        128: {0: 18.8, 8: 19.6, 9: 20.6},
-        200: {8: 19.7},
-        256: {8: 19.8},
-        320: {16: 24.9},
-        410: {16: 25.3},
-        512: {16: 25.3},
-        640: {16: 25.6},
-        800: {8: 51.8, 16: 46.3},
-        1024: {8: 52.8, 16: 46.8},
-        1300: {16: 48.7},
-        1600: {16: 70.0},
-        2048: {16: 73.4},
-        2600: {16: 96.6},
-        3200: {16: 126.9},
+        96: {0: 18.7, 16: 19.6, 17: 19.0},
+        128: {0: 18.8, 16: 19.6, 17: 20.6},
+        200: {16: 19.7},
+        256: {16: 19.8},
+        320: {24: 24.9},
+        410: {24: 25.3},
+        512: {24: 25.3},
+        640: {24: 25.6},
+        800: {16: 51.8, 24: 46.3},
+        1024: {16: 52.8, 24: 46.8},
+        1300: {24: 48.7},
+        1600: {24: 70.0},
+        2048: {24: 73.4},
+        2600: {24: 96.6},
+        3200: {24: 126.9},
     },
     (2048, 2048): {
         2: {2: 8.2, 3: 7.5},
@@ -153,38 +154,38 @@ MEASURED = {
         128: {0: 10.4, 1: 9.7},
         200: {0: 10.4},
         256: {0: 10.4},
-        320: {0: 18.7, 8: 18.0, 9: 17.2},
-        410: {0: 18.7, 8: 18.0, 9: 17.5},
-        512: {0: 18.7, 8: 18.0, 9: 18.2},
-        640: {8: 18.0},
-        800: {8: 18.2},
-        1024: {8: 18.2},
-        1300: {16: 24.1},
-        1600: {16: 24.3},
-        2048: {16: 25.4},
-        2600: {8: 47.8, 16: 45.8},
-        3200: {16: 46.0},
+        320: {0: 18.7, 16: 18.0, 17: 17.2},
+        410: {8: 15.4, 17: 16.4},
+        512: {0: 18.7, 16: 18.0, 17: 18.2},
+        640: {16: 18.0},
+        800: {16: 18.2},
+        1024: {16: 18.2},
+        1300: {24: 24.1},
+        1600: {24: 24.3},
+        2048: {24: 25.4},
+        2600: {16: 47.8, 24: 45.8},
+        3200: {24: 46.0},
     },
     (8192, 2048): {
         2: {0: 12.8},
         16: {0: 12.8},
         32: {0: 13.0},
         64: {0: 13.4},
-        96: {0: 20.4, 8: 20.7, 9: 21.1},
-        128: {0: 20.2, 8: 20.8, 9: 22.9},
-        200: {8: 21.4},
-        256: {8: 21.3},
-        320: {16: 25.6},
-        410: {16: 26.5},
-        512: {16: 26.7},
-        640: {8: 53.0, 16: 47.4},
-        800: {16: 47.4},
-        1024: {16: 48.6},
-        1300: {16: 69.1},
-        1600: {8: 104.5, 16: 98.2},
-        2048: {16: 97.3},
-        2600: {8: 173.2, 16: 151.1},
-        3200: {16: 172.5},
+        96: {0: 20.4, 16: 20.7, 17: 21.1},
+        128: {0: 20.2, 16: 20.8, 17: 22.9},
+        200: {16: 21.4},
+        256: {16: 21.3},
+        320: {24: 25.6},
+        410: {24: 26.5},
+        512: {24: 26.7},
+        640: {16: 53.0, 24: 47.4},
+        800: {24: 47.4},
+        1024: {24: 48.6},
+        1300: {24: 69.1},
+        1600: {16: 104.5, 24: 98.2},
+        2048: {24: 97.3},
+        2600: {16: 173.2, 24: 151.1},
+        3200: {24: 172.5},
     },
     (2048, 8192): {
         2: {2: 16.1, 3: 14.1},
@@ -192,20 +193,20 @@ MEASURED = {
         32: {2: 16.7, 3: 14.7},
         64: {2: 17.4, 3: 15.7},
         96: {1: 20.1},
-        128: {1: 20.3},
-        200: {0: 30.1, 10: 33.7, 11: 30.2},
-        256: {0: 30.2, 11: 31.4},
-        320: {9: 43.6, 18: 43.1, 19: 39.7, 20: 39.3},
-        410: {9: 44.6, 18: 44.1, 19: 40.4},
-        512: {9: 45.7, 18: 46.1, 19: 42.8},
-        640: {18: 47.7},
-        800: {8: 64.8, 17: 56.4},
-        1024: {8: 65.2, 17: 58.8},
-        1300: {16: 81.1},
-        1600: {16: 82.4},
-        2048: {16: 87.9},
-        2600: {8: 191.2, 16: 173.1},
-        3200: {16: 179.9},
+        128: {1: 20.3, 11: 18.0},
+        200: {19: 23.8},
+        256: {0: 30.2, 19: 31.4},
+        320: {17: 43.6, 26: 43.1, 27: 39.7, 28: 39.3},
+        410: {27: 36.6},
+        512: {17: 45.7, 26: 46.1, 27: 42.8},
+        640: {26: 47.7},
+        800: {16: 64.8, 25: 56.4},
+        1024: {16: 65.2, 25: 58.8},
+        1300: {24: 81.1},
+        1600: {24: 82.4},
+        2048: {24: 87.9},
+        2600: {16: 191.2, 24: 173.1},
+        3200: {24: 179.9},
     },
 }
 
@@ -216,9 +217,11 @@ def test_the_way_that_is_chosen(out: int, into: int) -> None:
     found = fenced(torch.zeros(1, dtype=torch.int32))
     for total, times in MEASURED[out, into].items():
         _ask[(132,)](found, total, out, into, True, 16)
-        assert times.get(found.item(), math.inf) <= 1.06 * min(times.values()), total
+        way = found.item()
+        later = TALL <= way < MANY or way % 8  # what has become faster may be the best without having been measured
+        assert (later and way not in times) or times.get(way, math.inf) <= 1.15 * min(times.values()), (total, way)
         _ask[(132,)](found, total, out, into, False, 16)
-        assert found.item() < WIDE
+        assert found.item() // 8 * 8 in (0, MANY)
     _ask[(132,)](found, 0, out, into, True, 16)
     assert found.item() == 0
 
@@ -235,6 +238,23 @@ def test_shared_tiles_are_shared(device, monkeypatch) -> None:
     written = ~sums[:, :2].isnan().any(-1).any(-1)
     assert written.sum() == 8, "two tiles of four programs each"
     assert sums[:, 2:].isnan().all()
+
+
+@triton.jit
+def _come(at, part, parts):
+    ragged_triton._wait(at, part, parts)
+
+
+@pytest.mark.parametrize("top", [0, -(2**31)])
+@pytest.mark.parametrize("parts", [2, 3, 8])
+@pytest.mark.parametrize("first", [False, True])
+def test_the_last_one_does_not_wait(parts: int, first: bool, top: int) -> None:
+    """Whether it has the first part or another; and only the top bit has turned then."""
+    here = parts - 1 if first else 2**31 - 1  # what the others have added
+    arrived = torch.tensor([0, top + here if top else here, 0])
+    arrived = fenced(((arrived + 2**31) % 2**32 - 2**31).to(torch.int32))
+    _come[(1,)](arrived[1:], 0 if first else 1, parts)
+    assert arrived.tolist() == [0, 0 if top else -(2**31), 0]
 
 
 def spied(made_by, made: list[Tensor]):

@@ -891,4 +891,4 @@ def test_a_graph_of_a_product_is_replayed_with_other_numbers_of_tokens(
             assert not total or off(first, expected[:, :total]) < 0.01
             graph.replay()
             assert torch.equal(first, found[:, :total])
-            assert not ragged.counters(x.device).any()
+            assert not (ragged.counters(x.device) & 0x7FFFFFFF).any()

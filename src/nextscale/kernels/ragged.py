@@ -68,6 +68,7 @@ def ragged_linear(
         programs(x.device),
         counters(x.device),
         uses_tma(x.device),
+        x.is_cuda,  # Triton's interpreter runs one program after the other
     )
 
 
@@ -90,9 +91,8 @@ def programs(device: torch.device) -> int:
 
 @functools.cache
 def counters(device: torch.device) -> Tensor:
-    """One for every tile that programs share. They are made once, before anything is captured: a CUDA graph must find
-    zeros whenever it is replayed, and it does, for the kernel leaves zeros behind. Zeros of a capture would be there
-    after its first replay only."""
+    """One for every tile that programs share. They are made once, before anything is captured, and then only the kernel
+    writes them: a CUDA graph must find them whenever it is replayed as the call before has left them."""
     return torch.zeros(programs(device), dtype=torch.int32, device=device)
 
 
