@@ -39,6 +39,7 @@ ASKED = (
     "nextscale.methods.selection.selects",
     "nextscale.methods.linkage.selects",
     "nextscale.runtime.eager.looks",
+    "nextscale.runtime.eager.takes_packed",
     "nextscale.kernels.modulate.fuses",
     "nextscale.models.stream.fuses",
     "nextscale.kernels.exact.takes",
