@@ -304,7 +304,8 @@ class Waiting(Exception):
 def require_no_wait(run: Callable[..., Recorded], program: Program, remembered: dict[Hashable, Any]) -> None:
     """Of a method that is not ours we cannot know. A capture would fail there, and leave a device that is of no use."""
     for mode in ("default", "error"):  # kernels are compiled the first time, which waits
-        with warnings.catch_warnings(action="ignore"):  # that this is a prototype
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this is a prototype
             torch.cuda.set_sync_debug_mode(mode)
         try:
             run()
