@@ -4,8 +4,8 @@
 
 The layers of Infinity-2B. Median microseconds of one layer inside of a CUDA graph of at least 20 calls, whose weights
 take turns so that none is found in the L2 cache. The kernel has room for 8192 tokens; cuBLAS gets exactly those there
-are. At last, milliseconds of a picture of 1024 x 1024: all layers of its reduced scales, each kind once per block, with
-as many tokens as the decisions of `decisions.json` keep, times two for guidance.
+are. At last, milliseconds of a picture of 1024 x 1024: all layers of its reduced scales, each kind as often as a block
+has it, with as many tokens as the decisions of `decisions.json` keep, times two for guidance.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SHAPES = {  # outputs, inputs, and whether GELU follows
     "fc1": (8192, 2048, True),
     "fc2": (2048, 8192, False),
 }
+OFTEN = {"qkv": 1, "proj": 3, "fc1": 1, "fc2": 1}  # in a block: cross-attention has two like proj
 TOKENS = (2, 16, 64, 128, 200, 320, 410, 640, 800, 1024, 1600, 3200, 8000)
 ROOM, DEPTH, COPIES = 8192, 32, 2  # tokens, blocks, and rows of a picture
 CALLS, REPLAYS = 20, 25
@@ -175,7 +176,7 @@ def main() -> None:
     small = options.dtype == "fp8"
     times = {name: measure(name, small, sorted(set(options.tokens))) for name in options.layers}
     sums = {
-        name: {way: picture(found[way], layers, len(decisions)) for way in ("ragged", "cublas")}
+        name: {way: OFTEN[name] * picture(found[way], layers, len(decisions)) for way in ("ragged", "cublas")}
         for name, found in times.items()
     }
     sums["all"] = {way: sum(s[way] for s in sums.values()) for way in ("ragged", "cublas")}

@@ -48,7 +48,7 @@ class Device:
         self.tma, self.programs, self.way = True, 4, ragged_triton.ANY
         self.arrived = fenced(torch.zeros(64, dtype=torch.int32))
         monkeypatch.setattr(ragged, "uses_tma", lambda device: self.tma)
-        monkeypatch.setattr(ragged, "programs", lambda device: self.programs)
+        monkeypatch.setattr(ragged, "processors", lambda device: self.programs)
         monkeypatch.setattr(ragged, "counters", lambda device: self.arrived)
         product = ragged_triton.fused_product
         monkeypatch.setattr(ragged, "fused_product", lambda *args: product(*args, self.way))

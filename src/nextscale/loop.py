@@ -100,7 +100,6 @@ def generate(
                 break
         elif answer is not None:
             run.replace_features(answer)
-    executor.close(work, run)
     policy.release()
     trace.finished(policy, run.stopped_after)
     return run

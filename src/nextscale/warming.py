@@ -15,6 +15,7 @@ from nextscale.errors import NextscaleError
 from nextscale.methods.base import Context, Method, Policy
 from nextscale.methods.naming import format_method
 from nextscale.progress import bar
+from nextscale.runtime.eager import Eager
 
 if TYPE_CHECKING:
     from nextscale.pipeline import Pipeline
@@ -76,6 +77,8 @@ def warm_up(
     shapes = [Shape(*shape) for shape in itertools.product(found, chosen, numbers, texts)]
     # The largest first: what it needs is room enough for the others.
     shapes.sort(key=lambda s: (s.images * pipe.schedule(**s.size).tokens, s.method is None), reverse=True)
+    if pipe.device.type == "cpu" and type(pipe.executor) is Eager:  # nothing is compiled or captured there
+        return 0
     before, ways = pipe.captured, [False, True] if callbacks else [False]
     quiet = copy.copy(pipe)
     quiet.progress_bar = False

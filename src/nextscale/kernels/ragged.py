@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale.kernels.fp8 import FORMAT, FP8Linear, Reads, reads
+from nextscale.kernels.processors import processors
 
 try:
     from nextscale.kernels.ragged_triton import fused_gated, fused_product
@@ -65,7 +66,7 @@ def ragged_linear(
         start,
         into,
         gelu_for is not None,
-        programs(x.device),
+        processors(x.device),  # programs, as many as run at once
         counters(x.device),
         uses_tma(x.device),
         x.is_cuda,  # Triton's interpreter runs one program after the other
@@ -75,25 +76,19 @@ def ragged_linear(
 def ragged_gated(gate: Tensor, up: Tensor, start: Tensor, reader: nn.Module | None = None) -> Tensor:
     """silu(gate) * up, of [1, T, N], for the layer behind it."""
     into = Reads(gate.dtype) if reader is None else reads(reader)  # type: ignore[arg-type]
-    return fused_gated(gate, up, start, into, programs(gate.device))
+    return fused_gated(gate, up, start, into, processors(gate.device))
 
 
 def ragged_rounded(x: Tensor, layer: FP8Linear, start: Tensor) -> Tensor:
     """x [1, T, C] in 8 bits. Norms and attention write them by themselves."""
-    return fused_gated(x, None, start, layer.reads, programs(x.device))
-
-
-@functools.cache
-def programs(device: torch.device) -> int:
-    """As many as run at once."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return fused_gated(x, None, start, layer.reads, processors(x.device))
 
 
 @functools.cache
 def counters(device: torch.device) -> Tensor:
     """One for every tile that programs share. They are made once, before anything is captured, and then only the kernel
     writes them: a CUDA graph must find them whenever it is replayed as the call before has left them."""
-    return torch.zeros(programs(device), dtype=torch.int32, device=device)
+    return torch.zeros(processors(device), dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -108,9 +108,6 @@ class Eager:
     def told(self, report: dict[str, Tensor]) -> None:
         """All that the host will ask for is known: it can decide about the next scale while this one is drawn."""
 
-    def close(self, work: Work, run: Run) -> None:
-        """All its scales have been run."""
-
     def check(self, backbone: Backbone) -> None:
         """Complain about scales whose logits were not finite. Asked when the host has nothing else to do."""
 
