@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.numbers import FetchedNumbers
 from nextscale.methods.residual import Places, TokenCaches
-from nextscale.run import Rows, Run
-from nextscale.runtime.eager import Work
+from nextscale.run import Run
+from nextscale.runtime.eager import Task, Work
 from nextscale.runtime.ground import Ground
 from nextscale.runtime.recorded import Captured
 
@@ -47,6 +46,7 @@ class Program:
         self.memory = TokenCaches(Places(work.schedule, take))
         self.states: dict[frozenset[Any], int] = {}
         self.numbers = FetchedNumbers(len(work.schedule))
+        self.resting = FetchedNumbers(len(work.schedule))  # which rows do not
         self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
         self.graphs: dict[tuple[Any, ...], Captured] = {}  # of scales
         stream = rows * max(s.tokens for s in work.schedule) * work.backbone.width * 4  # bytes of the largest
@@ -69,12 +69,19 @@ class Program:
         work.policy.memory, work.policy.numbers = self.memory, self.numbers
         kv = [LayerCache(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
         self.all_tokens.fill_(-1)
-        return Run(work.backbone, state, self.features, work.schedule, guided, kv, self.tokens)
+        return Run(work.backbone, state, self.features, work.schedule, guided, kv, self.tokens, stays=True)
 
-    def misses(self, rows: Rows, kv: Sequence[LayerCache]) -> bool:
-        """Whether pictures rest, or rows between others have left: then nothing lies where a graph would look."""
-        moved = kv[0].k.data_ptr() != self.kv[0][0].data_ptr()
-        return rows.images < len(self.features) or rows.guided is not None or moved
+    def rest(self, task: Task) -> None:
+        """Tell the scale which rows do not."""
+        working = {*(task.places.tolist() if task.places is not None else range(len(task.placed.all)))}
+        rows = [float(row in working) for row in range(len(self.lengths[0]))]
+        self.resting.tell("rows", rows, self.features.device)
+        self.resting.put(task.scale.index)
+
+    def at_work(self, task: Task) -> Tensor:
+        """[R], on the device."""
+        self.resting.fetch(task.scale.index)
+        return self.resting["rows"][: len(task.placed.all)] > 0
 
     def state(self) -> int:
         """A number for where all that the method remembers lies: a graph reads it there."""
