@@ -30,7 +30,7 @@ from nextscale.models.base import Backbone, takes_packed
 from nextscale.offload import set_aside
 from nextscale.packing import pack
 from nextscale.run import Run, not_finite
-from nextscale.runtime.decoder import FastDecode
+from nextscale.runtime.decoder import FastDecode, pictures_at_once
 from nextscale.runtime.eager import Eager, Step, Task, Work
 from nextscale.runtime.ground import Ground
 from nextscale.runtime.program import Inputs, Program
@@ -90,8 +90,8 @@ class Graphs(Eager):
             pack(large_parts(work.backbone))
             run = super().open(work, inputs, images, guided)
             self.ground = self.ground or Ground(work.backbone.device)
-            if run.features.is_cuda and (work.tokenizer, run.features.shape) not in self.decoders:
-                self.record_decoder(work.tokenizer, run.features)  # first, for caches will lie where it works
+            if run.features.is_cuda:
+                self.record_decoders(work.tokenizer, run.features)  # first, for caches will lie where they work
             self.program = Program(work, inputs, run, self.ground)
             self.program.beginning = self.record_state(work, self.program)
         self.programs[key] = self.program
@@ -288,17 +288,29 @@ class Graphs(Eager):
             self.capturing.tell(report)
 
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
-        found = self.decoders.get((tokenizer, features.shape))
-        if found is None:
-            return self.fast_decode(tokenizer, features)
-        graph, place, pictures = found
-        with torch.inference_mode():
-            place.copy_(features)
-            graph.replay()
-        return pictures.clone()
+        """As many pictures at a time as there is a graph for."""
+        made = []
+        while len(features):
+            sizes = [n for n in powers_of_two(len(features)) if (tokenizer, (n, *features.shape[1:])) in self.decoders]
+            if not sizes:
+                made.append(self.fast_decode(tokenizer, features))
+                break
+            graph, place, pictures = self.decoders[tokenizer, (sizes[-1], *features.shape[1:])]
+            with torch.inference_mode():
+                place.copy_(features[: sizes[-1]])
+                graph.replay()
+            made.append(pictures.clone())
+            features = features[sizes[-1] :]
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+    def record_decoders(self, tokenizer: ImageTokenizer, features: Tensor) -> None:
+        """For 1, 2, 4, ... maps like these, so that they add up to any number of pictures."""
+        for n in powers_of_two(min(len(features), pictures_at_once(tokenizer.decoder, features))):
+            if (tokenizer, (n, *features.shape[1:])) not in self.decoders:
+                self.record_decoder(tokenizer, features[:n])
 
     def record_decoder(self, tokenizer: ImageTokenizer, features: Tensor) -> None:
-        """For maps like these: a graph, the maps it reads, the pictures it makes."""
+        """For so many maps like these: a graph, the maps it reads, the pictures it makes."""
         place = torch.zeros_like(features)
         pictures = self.fast_decode(tokenizer, place)  # measures, loads
         torch.cuda.synchronize()
@@ -307,7 +319,7 @@ class Graphs(Eager):
             with graph.capturing():
                 pictures.copy_(self.fast_decode(tokenizer, place))
         torch.cuda.synchronize()
-        self.decoders[tokenizer, features.shape] = graph, place, pictures
+        self.decoders[tokenizer, tuple(features.shape)] = graph, place, pictures
 
     def check(self, backbone: Backbone) -> None:
         for scale, captured in self.ran:
@@ -341,6 +353,10 @@ def require_no_wait(run: Callable[..., Recorded], program: Program, remembered: 
             torch.cuda.synchronize()
             program.go_back()
             program.memory.remember(remembered)
+
+
+def powers_of_two(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length())]
 
 
 def filled_up(images: int) -> int:
