@@ -16,7 +16,6 @@ from nextscale.methods.base import Context, Method, Policy, ScalePlan
 from nextscale.methods.naming import format_method
 from nextscale.progress import bar
 from nextscale.runtime.eager import Eager
-from nextscale.runtime.graphs import filled_up
 from nextscale.schedule import Scale
 
 if TYPE_CHECKING:
@@ -84,8 +83,6 @@ def warm_up(
     chosen = [check_method(m) for m in read_list(methods, "methods", "a list of methods")]
     numbers = [read_count(n, "batches", 1) for n in read_list(batches, "batches", "a list of whole numbers")]
     found = [read_size(size) for size in read_list(sizes, "sizes", "a list of sizes")]
-    if pipe.executor.rests(pipe.backbone):
-        numbers = [filled_up(n) for n in numbers]
     texts = lengths_of_texts(pipe, read_count(text_tokens, "text_tokens", 1))
     shapes = [Shape(*shape) for shape in itertools.product(found, chosen, dict.fromkeys(numbers), texts)]
     # The largest first: what it needs is room enough for the others.
@@ -100,6 +97,7 @@ def warm_up(
             for watched in ways:
                 rehearse(quiet, shape, watched, options)
             advance(1)
+    pipe.executor.warmed(numbers)
     return pipe.captured - before
 
 

@@ -103,6 +103,9 @@ class Eager:
         state = work.backbone.prepare(inputs, work.schedule)
         return Run(work.backbone, state, work.tokenizer.blank(images, work.schedule), work.schedule, guided)
 
+    def warmed(self, batches: Sequence[int]) -> None:
+        """What calls of so many pictures need is there."""
+
     def forget(self) -> None:
         """Let go of what is kept between calls."""
 

@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 # Layers behind which a graph is cut: the first pieces are short, and hide how long the rest takes to launch.
 CUTS = (1, 5)
-BATCHES = (1, 2, 4, 8)  # pictures of a call, filled up with rows that rest; more of them in multiples of the last
 MAX_PROGRAMS = 32  # shapes of calls whose graphs are kept
 MIN_FREE = 0.25  # of the device's memory: with less, only the newest are
 
@@ -65,6 +64,7 @@ class Graphs(Eager):
         self.state: int | None = None  # where the newest of them left what the method remembers
         self.reports: list[Report] = []  # of them
         self.captured = 0  # scales
+        self.batches: set[int] = set()  # numbers of pictures that a warm-up was for
         self.refused: dict[Hashable, str] = {}  # methods that turned out to wait, and where
         self.capturing: Capturing | None = None
 
@@ -249,7 +249,11 @@ class Graphs(Eager):
         torch.cuda.current_stream().wait_stream(side)
         return pieces, made
 
+    def warmed(self, batches: Sequence[int]) -> None:
+        self.batches.update(batches)
+
     def forget(self) -> None:
+        self.batches.clear()
         self.program = self.ground = None
         self.programs.clear()
         self.decoders.clear()
@@ -267,10 +271,11 @@ class Graphs(Eager):
         return takes_packed(backbone) or backbone.device.type == "cpu"  # where captures are emulated
 
     def places(self, images: int, backbone: Backbone, draws: Draws, forced: Sequence[Tensor]) -> int:
-        """Batches of nearly the same size share their graphs: rows that are too many rest."""
+        """A batch is filled up with rows that rest if a warm-up was for one that is not much larger. Graphs of its own
+        would be faster by a tenth, or a fifth without a method: complete scales in which nobody rests are cuBLAS's."""
         if not isinstance(draws, PerImageDraws) or forced or not self.rests(backbone):
             return images
-        return filled_up(images)
+        return min((n for n in self.batches if images <= n <= 2 * images), default=images)
 
     def layer_done(self, layer: int) -> None:
         if self.capturing is not None and self.capturing.pieces is not None and layer in CUTS:
@@ -357,10 +362,6 @@ def require_no_wait(run: Callable[..., Recorded], program: Program, remembered: 
 
 def powers_of_two(most: int) -> list[int]:
     return [2**n for n in range(most.bit_length())]
-
-
-def filled_up(images: int) -> int:
-    return next((n for n in BATCHES if n >= images), -(-images // BATCHES[-1]) * BATCHES[-1])
 
 
 def is_scarce(device: torch.device) -> bool:
