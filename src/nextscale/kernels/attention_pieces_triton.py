@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from nextscale.kernels.fp8_triton import as_read, by_eights
+from nextscale.kernels.pages_triton import page
 
 FEW, SOME = 128, 400  # keys that are worth a program while processors are idle, and while each has but one
 MOST = 4  # programs that share the keys
@@ -65,6 +66,7 @@ def walk(
     v_at,
     k_token,
     v_token,
+    table_at,
     keys,
     scale,
     top,
@@ -76,20 +78,28 @@ def walk(
     WIDTH: tl.constexpr,
     ENTROPY: tl.constexpr,
     SHARED: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Over the keys of a row and head, or over a share of them."""
+    """Over the keys of a row and head, or over a share of them. They may lie in pages of BLOCK_K."""
     first = 0
     if SHARED:
         each = tl.cdiv(tl.cdiv(keys, BLOCK_K), shares) * BLOCK_K
         first = share * each
         keys = tl.minimum(keys, first + each)
     channel, other = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK_K)
-    k_place = k_at + other[None, :] * k_token + channel[:, None]
-    v_place = v_at + other[:, None] * v_token + channel[None, :]
+    at = 0  # of a page
+    if PAGED:
+        number = first // BLOCK_K
+        at = page(table_at, number, first < keys)
+        k_place = k_at + tl.arange(0, BLOCK_K)[None, :] * WIDTH + channel[:, None]
+        v_place = v_at + tl.arange(0, BLOCK_K)[:, None] * WIDTH + channel[None, :]
+    else:
+        k_place = k_at + other[None, :] * k_token + channel[:, None]
+        v_place = v_at + other[:, None] * v_token + channel[None, :]
     whole = tl.maximum(keys - first, 0) // BLOCK_K * BLOCK_K
     for _ in tl.range(0, whole, BLOCK_K):
-        k = tl.load(k_place)
+        k = tl.load(k_place + at)
         s = tl.dot(q, k)
         higher = tl.maximum(top, tl.max(s, 1) * scale)
         below = s * scale - higher[:, None]
@@ -98,15 +108,19 @@ def walk(
         if ENTROPY:
             weighted = (weighted + total * (top - higher)) * fade + tl.sum(p * below, 1)
         total = total * fade + tl.sum(p, 1)
-        v = tl.load(v_place)
+        v = tl.load(v_place + at)
         seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
         top = higher
-        k_place += BLOCK_K * k_token
-        v_place += BLOCK_K * v_token
+        if PAGED:  # early, so that keys can be fetched ahead
+            number += 1
+            at = page(table_at, number, number * BLOCK_K < keys)
+        else:
+            k_place += BLOCK_K * k_token
+            v_place += BLOCK_K * v_token
     if first + whole < keys:
         visible = whole + other < keys
-        k = tl.load(k_place, mask=visible[None, :], other=0.0)
-        v = tl.load(v_place, mask=visible[:, None], other=0.0)  # early: both are waited for at once
+        k = tl.load(k_place + at, mask=visible[None, :], other=0.0)
+        v = tl.load(v_place + at, mask=visible[:, None], other=0.0)  # early: both are waited for at once
         s = tl.where(visible[None, :], tl.dot(q, k) * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         below = s - higher[:, None]
@@ -128,6 +142,7 @@ def look(
     v_at,
     k_token,
     v_token,
+    table_at,
     keys,
     tail_k_at,
     tail_v_at,
@@ -140,6 +155,7 @@ def look(
     TAIL: tl.constexpr,
     ENTROPY: tl.constexpr,
     SHARED: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -154,6 +170,7 @@ def look(
         v_at,
         k_token,
         v_token,
+        table_at,
         keys,
         scale,
         top,
@@ -165,6 +182,7 @@ def look(
         WIDTH,
         ENTROPY,
         SHARED,
+        PAGED,
         BLOCK_K,
     )
     if TAIL:
@@ -174,6 +192,7 @@ def look(
             tail_v_at,
             tail_token,
             tail_token,
+            table_at,
             more,
             scale,
             top,
@@ -185,6 +204,7 @@ def look(
             WIDTH,
             ENTROPY,
             SHARED,
+            False,
             BLOCK_K,
         )
     return top, total, weighted, seen

@@ -29,6 +29,7 @@ from nextscale.methods.base import Stats
 from nextscale.models.base import Backbone, takes_packed
 from nextscale.offload import set_aside
 from nextscale.packing import pack
+from nextscale.pages import PagedCache
 from nextscale.run import Run, not_finite
 from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager, Step, Task, Work
@@ -64,6 +65,7 @@ class Graphs(Eager):
         self.state: int | None = None  # where the newest of them left what the method remembers
         self.reports: list[Report] = []  # of them
         self.captured = 0  # scales
+        self.grown = 0  # times that pages of a program's KV cache were not enough for a scale, and more were made
         self.refused: dict[Hashable, str] = {}  # methods that turned out to wait, and where
         self.capturing: Capturing | None = None
 
@@ -138,6 +140,7 @@ class Graphs(Eager):
             if program is not None:  # some pictures rest, or the method waits: what was told lies in its places
                 program.numbers.put(scale.index)
                 program.numbers.fetch(scale.index)
+            leave_pages(kv)
             return super().run_scale(work, task, features, kv)
         if features is not program.features:
             program.features.copy_(features)
@@ -147,6 +150,9 @@ class Graphs(Eager):
         for cache in kv:
             if cache.used < before:  # some tokens were left out: how long rows are, the device knows
                 cache.used, cache.length = before, cache.length_place
+        if program.pages is not None and not ends(work, task):
+            new = tokens_of(work, scale)
+            self.grown += program.pages.provide(new, before + new, len(kv[0].k), self.pages_taken)
         state = program.state() if self.state is None else self.state
         told = tuple(program.numbers.told)
         any_ = (work.watched, scale.index, task.rows, plan.variant, plan.needs, state, told)
@@ -159,10 +165,15 @@ class Graphs(Eager):
             except Waiting as waiting:
                 self.refused[work.policy.structure] = self.reason = str(waiting)
                 logger.warning("%s %s, so its scales are not captured", work.policy.name or "the method", waiting)
+                leave_pages(kv)
                 return super().run_scale(work, task, features, kv)
             program.graphs[any_ if captured.made.chosen.everywhere else key] = captured
         self.ran.append((scale, captured))
         return self.replay(program, work, task, kv, captured)
+
+    def pages_taken(self) -> int:
+        """Behind the newest scale of this call, which is waited for."""
+        return self.reports[-1].pages if self.reports else 0
 
     def replay(self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], captured: Captured) -> Step:
         scale, made = task.scale, captured.made
@@ -200,7 +211,8 @@ class Graphs(Eager):
             program.memory.remember(remembered)
             for cache, length in zip(kv, lengths, strict=True):
                 cache.used, cache.length = used, length
-            self.capturing = Capturing(pieces, told)
+            taken = None if program.pages is None else program.pages.taken[-1:]
+            self.capturing = Capturing(pieces, told, taken)
             try:
                 step = super(Graphs, self).run_scale(work, task, program.features, kv)
                 told = self.capturing.told
@@ -332,6 +344,12 @@ def is_scarce(device: torch.device) -> bool:
 
 def large_parts(backbone: Backbone) -> list[nn.Module]:
     return [*backbone.blocks, *(m for m in backbone.children() if m is not backbone.blocks)]
+
+
+def leave_pages(kv: Sequence[LayerCache]) -> None:
+    """For scales that are not captured: these know no pages."""
+    assert isinstance(kv, list)
+    kv[:] = [cache.copied() if isinstance(cache, PagedCache) else cache for cache in kv]
 
 
 def ends(work: Work, task: Task) -> bool:
