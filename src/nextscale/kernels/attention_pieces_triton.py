@@ -60,6 +60,12 @@ def place_of_part(part, before, start_at, each):
 
 
 @triton.jit
+def of_block(begin, at, place, PAGED: tl.constexpr):
+    """Where a block of keys lies: `place` is the same in all pages, or a pointer that moves on."""
+    return begin + at + place if PAGED else place
+
+
+@triton.jit
 def walk(
     q,
     k_at,
@@ -92,14 +98,14 @@ def walk(
     if PAGED:
         number = first // BLOCK_K
         at = page(table_at, number, first < keys)
-        k_place = k_at + tl.arange(0, BLOCK_K)[None, :] * WIDTH + channel[:, None]
-        v_place = v_at + tl.arange(0, BLOCK_K)[:, None] * WIDTH + channel[None, :]
+        k_place = tl.arange(0, BLOCK_K)[None, :] * WIDTH + channel[:, None]
+        v_place = tl.arange(0, BLOCK_K)[:, None] * WIDTH + channel[None, :]
     else:
         k_place = k_at + other[None, :] * k_token + channel[:, None]
         v_place = v_at + other[:, None] * v_token + channel[None, :]
     whole = tl.maximum(keys - first, 0) // BLOCK_K * BLOCK_K
     for _ in tl.range(0, whole, BLOCK_K):
-        k = tl.load(k_place + at)
+        k = tl.load(of_block(k_at, at, k_place, PAGED))
         s = tl.dot(q, k)
         higher = tl.maximum(top, tl.max(s, 1) * scale)
         below = s * scale - higher[:, None]
@@ -108,10 +114,10 @@ def walk(
         if ENTROPY:
             weighted = (weighted + total * (top - higher)) * fade + tl.sum(p * below, 1)
         total = total * fade + tl.sum(p, 1)
-        v = tl.load(v_place + at)
+        v = tl.load(of_block(v_at, at, v_place, PAGED))
         seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
         top = higher
-        if PAGED:  # early, so that keys can be fetched ahead
+        if PAGED:  # a round early: else a fetch of keys would wait for it, and come too late
             number += 1
             at = page(table_at, number, number * BLOCK_K < keys)
         else:
@@ -119,8 +125,9 @@ def walk(
             v_place += BLOCK_K * v_token
     if first + whole < keys:
         visible = whole + other < keys
-        k = tl.load(k_place + at, mask=visible[None, :], other=0.0)
-        v = tl.load(v_place + at, mask=visible[:, None], other=0.0)  # early: both are waited for at once
+        k = tl.load(of_block(k_at, at, k_place, PAGED), mask=visible[None, :], other=0.0)
+        # Early: both are waited for at once.
+        v = tl.load(of_block(v_at, at, v_place, PAGED), mask=visible[:, None], other=0.0)
         s = tl.where(visible[None, :], tl.dot(q, k) * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         below = s - higher[:, None]

@@ -242,8 +242,8 @@ def _packed(
     if PAGED:
         held, need = pages_of_rows(start_at, tokens_of(every, first_at, rows), rows, ROWS, PAGE)
         before = tl.load(before_at)
-        for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-            hand_out(row, rows, held, need, table_at, table_row, free_at, before_at, after_at, ROWS, PAGES)
+        for other in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+            hand_out(other, rows, held, need, table_at, table_row, free_at, before_at, after_at, ROWS, PAGES)
     for unit in tl.range(tl.program_id(0), tl.cdiv(total, TOKENS) * heads, tl.num_programs(0)):
         head = unit % heads  # neighbours read the same tokens
         token = unit // heads * TOKENS + tl.arange(0, TOKENS)[:, None]
@@ -252,12 +252,13 @@ def _packed(
         its = cell // cells
         row = its.to(tl.int64)
         begin = tl.load(first_at + row, mask=real, other=0)
+        length = start
         if STARTS:
-            start = tl.load(start_at + row, mask=real, other=0).to(tl.int32)
-        rank = token - begin + start
+            length = tl.load(start_at + row, mask=real, other=0).to(tl.int32)
+        rank = token - begin + length
         if PAGED:
             first = before + tl.sum(tl.where(every[None, :] < its, need[None, :], 0), 1)[:, None]
-            has, its_table = tl.cdiv(start, PAGE), table_at + row * table_row
+            has, its_table = tl.cdiv(length, PAGE), table_at + row * table_row
             to = place_in_pages(rank, real, has, first, its_table, free_at, WIDTH, PAGE) + head * cache_head
         else:
             to = rank * cache_token + row * cache_row + head * cache_head
