@@ -85,6 +85,19 @@ def varied(decisions: list[Decision], seed: int = 0) -> Iterator[Decision]:
             n += 1
 
 
+class Next:
+    """A source that gives what was put there, so that the same decision can be played again in another order.
+
+    One object for all calls: graphs are kept by method, and a method by its source.
+    """
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+
+    def __next__(self) -> Decision:
+        return self.decision
+
+
 @dataclass(frozen=True)
 class Recorded(NOVA):
     """NOVA whose decisions are taken from `source`, another one for every image of every call."""

@@ -4,7 +4,8 @@
 
 Each method draws the same prompts with the same seeds as the plain run, at 512 x 512, batch 1, guided, after one
 warm-up. PSNR (60 for equal pictures) and SSIM compare with the plain picture: they say how much a method changed, not
-how good it looks; `nextscale eval sweep methods` grades the pictures too.
+how good it looks; `nextscale eval sweep methods` grades the pictures too. How fast it is on a GPU, in bfloat16 and as
+graphs: `python benchmarks/gpu.py --models embedded --decisions own`.
 """
 
 from __future__ import annotations

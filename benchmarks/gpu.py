@@ -1,63 +1,72 @@
 """Time, memory and where it goes, on a CUDA GPU, at the true shapes with random weights.
 
-    python benchmarks/gpu.py [--models infinity-2b,infinity-8b] [--runtimes eager,graphs] [--batches 1,4,8]
-                             [--decisions recorded | fixed] [--ratios none "nova:t*=7,spread=0.15"]
-                             [--size 1M] [--quantize fp8]
-                             [--json FILE] [--plot PNG] [--profile LINES]
+    python benchmarks/gpu.py [--models infinity-2b,infinity-8b,hart-0.7b,embedded] [--runtimes eager,graphs]
+                             [--batches 1,4,8] [--quantize none fp8] [--size 1M] [--repeats 20]
+                             [--decisions recorded fixed own] [--ratios none "nova:t*=7,spread=0.15"]
+                             [--brief] [--json FILE] [--plot PNG] [--profile LINES]
     python benchmarks/gpu.py --from FILE... --plot PNG      # only draws what was measured before
 
 Guided, 40 text tokens, bfloat16, decode included, text encoder not counted. `warm_up` comes first, which knows nothing
-of the decisions; every call has another prompt, seed and decision. Printed are the median and the 95th percentile of
-the wall time of a call, and of one more call the times of its scales by CUDA events.
+of the decisions; every call has another prompt, seed and decision. Printed are the median, the mean and the 95th
+percentile of the wall time of a call, the share of tokens that were computed (median and mean of these same calls), and
+the times of calls that were reduced apart from those that never were. Of one more call: the times of its scales by CUDA
+events, its kernels, decode alone. `--brief` leaves that out, for it takes as long as some dozen calls.
 Memory is what torch holds of the device, caches emptied before: what graphs keep to themselves is in it. `cold` is the
-time from the start of this process to its first picture.
+time from the start of this process to its first picture. With the first line of a model and runtime a fresh executor is
+warmed up as well: how long that takes when all kernels are compiled.
 
 With random weights entropies mean nothing, so decisions are given (benchmarks/decisions.py): `nova:recorded` plays
-those of the model that comes with the package, another one in every call; `nova:recorded=N` the N-th of them again and
-again; `nova:t*=7,spread=0.15` one that drops NOVA's share of a scale after scale 7, a layer's being (1 + 0.15) and
-(1 - 0.15) times that in turn. `--decisions recorded` and `fixed` stand for the first and the last. Probe, selection and
-restoration are switched on and paid for. With `,cache=zero` behind it holes stay as they are, as in NOVA(cache="zero");
-`,probe=previous` looks at the scale before instead of the layer.
+those of the model that comes with the package, another one for every picture of every call; `nova:recorded=N` the N-th
+of them again and again; `nova:t*=7,spread=0.15` one that drops NOVA's share of a scale after scale 7, a layer's being
+(1 + 0.15) and (1 - 0.15) times that in turn. `--decisions recorded` and `fixed` stand for the first and the last.
+Probe, selection and restoration are switched on and paid for. With `,cache=zero` behind it holes stay as they are, as
+in NOVA(cache="zero"); `,probe=previous` looks at the scale before instead of the layer.
+
+`embedded` is the model that comes with the package, with its weights and the 96 prompts of the recorded decisions:
+there `--decisions own` (`nova:t_est=6`), or any method by its name in `--ratios`, decides by itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
-import math
 import os
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from decisions import T_EST, Recorded, alternating, read_decisions, varied
+from decisions import T_EST, Recorded, alternating, prompts, read_decisions, varied
 from memory import random_pipeline
 from nextscale.estimate import GIB
-from nextscale.methods import NOVA
+from nextscale.methods.base import Method
+from nextscale.methods.naming import parse_method
 from nextscale.models.quantize import to_fp8
 from nextscale.pipeline import Pipeline
 from nextscale.run import Run
 from nextscale.runtime import make_executor
 from nextscale.runtime.eager import Eager
 from nextscale.schedule import Scale, Schedule
+from timed import empty, shown, summary, timed, wait
 
 TEXT = 40  # tokens of the prompt
-DECISIONS = {"recorded": "nova:recorded", "fixed": "nova:t*=7,spread=0.15"}
+EMBEDDED = "embedded"
+DECISIONS = {"recorded": "nova:recorded", "fixed": "nova:t*=7,spread=0.15", "own": f"nova:t_est={T_EST}"}
 BANDWIDTH, ARITHMETIC = 4.3e12, 790e12  # bytes and bf16 operations per second that an H200 was seen to reach
 
 
-def read_ratios(text: str, depth: int) -> NOVA | None:
-    """`none`, `nova:recorded`, `nova:recorded=N` or `nova:t*=7,spread=0.15`; behind it perhaps fields of NOVA."""
-    if text == "none":
-        return None
+def read_ratios(text: str, depth: int) -> Method | None:
+    """`none`, `nova:recorded`, `nova:recorded=N` or `nova:t*=7,spread=0.15`, behind it perhaps fields of NOVA; anything
+    else is a method that decides by itself."""
     fields = dict([*part.split("="), ""][:2] for part in text.removeprefix("nova:").split(","))
+    if not fields.keys() & {"recorded", "t*", "spread"}:
+        return parse_method(text)
     options: dict[str, Any] = {"cache": fields.get("cache", "residual"), "probe": fields.get("probe", "auto")}
     if "recorded" not in fields:
         star = int(fields.get("t*", 7))
@@ -66,6 +75,56 @@ def read_ratios(text: str, depth: int) -> NOVA | None:
     decisions = read_decisions()
     source = itertools.repeat(decisions[int(fields["recorded"])]) if fields["recorded"] else varied(decisions)
     return Recorded(t_est=T_EST - 1, source=source, **options)  # t* may be shifted to T_EST
+
+
+def pipeline(name: str, quantize: str, device: str = "cuda") -> Pipeline:
+    if name == EMBEDDED:
+        pipe = Pipeline.from_pretrained(dtype="bfloat16", device=device, progress_bar=False)
+    else:
+        pipe = random_pipeline(name, "bfloat16", device)
+    if quantize == "fp8":
+        to_fp8(pipe.backbone, pipe.tokenizer)
+    return pipe
+
+
+def texts(pipe: Pipeline) -> Iterator[Tensor]:
+    """Features of prompts, without end: those of the recorded decisions where there is an encoder, else any."""
+    if pipe.text_encoder is not None:
+        return itertools.cycle(pipe.encode_prompt(prompts()))
+    config = pipe.backbone.config
+    shape = min(TEXT, config.text_length), config.text_dim
+    return (torch.randn(shape, device=pipe.device) for _ in itertools.count())
+
+
+@dataclass
+class Asked:
+    """Calls of one shape, each with other prompts and seeds."""
+
+    pipe: Pipeline
+    images: int
+    method: Method | None
+    size: dict[str, Any]  # arguments of a call
+    texts: Iterator[Tensor]
+    seeds: Iterator[int] = field(default_factory=itertools.count)
+
+    def warm_up(self, **options: Any) -> float:
+        """Seconds."""
+        began = time.perf_counter()
+        self.pipe.warm_up([self.size], [self.method], [self.images], text_tokens=TEXT, **options)
+        wait(self.pipe.device)
+        return time.perf_counter() - began
+
+    def next(self) -> dict[str, Any]:
+        """Arguments of another call."""
+        embeds = list(itertools.islice(self.texts, self.images))
+        seed = next(self.seeds) * self.images  # the pictures of a call have seeds that follow each other
+        return {"output_type": "pt", "method": self.method, "prompt_embeds": embeds, "seed": seed, **self.size}
+
+    def warm_up_again(self) -> float:
+        """Seconds of a fresh executor, when all kernels are compiled."""
+        self.pipe.executor = type(self.pipe.executor)()
+        empty(self.pipe.device)
+        return self.warm_up()
 
 
 def floor(pipe: Pipeline, scale: Scale, rows: int, share: float) -> float:
@@ -128,81 +187,70 @@ def profile(call: Any, lines: int) -> tuple[int, float, float]:
     return nodes, total, idle / 1e3
 
 
-def measure(
-    pipe: Pipeline, images: int, method: NOVA | None, repeats: int, size: str = "1M", lines: int = 0
-) -> dict[str, Any]:
-    width = pipe.backbone.config.text_dim
-    sized = {} if pipe.backbone.family == "hart" else {"pixel_budget": size}
-    call: dict[str, Any] = {"output_type": "pt", "method": method, **sized}
-    schedule = pipe.schedule(**sized)
-    texts = ([torch.randn(TEXT, width, device="cuda") for _ in range(images)] for _ in itertools.count())
-    began = time.perf_counter()
-    pipe.warm_up([sized], [method], [images], text_tokens=TEXT)
-    pipe(**call, prompt_embeds=next(texts), seed=0)
-    torch.cuda.synchronize()
-    first, cold = time.perf_counter() - began, age_of_process()
-    for seed in range(2):
-        pipe(**call, prompt_embeds=next(texts), seed=seed)
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    captured = pipe.captured
-    seconds = []
-    for seed in range(repeats):
-        embeds = next(texts)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        made = pipe(**call, prompt_embeds=embeds, seed=seed)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    call["prompt_embeds"] = embeds
+def measure(asked: Asked, repeats: int) -> dict[str, Any]:
+    pipe, cuda = asked.pipe, asked.pipe.device.type == "cuda"
+    warm_up = asked.warm_up()
+    pipe(**asked.next())
+    wait(pipe.device)
+    cold = age_of_process()
+    for _ in range(2):
+        pipe(**asked.next())
+    empty(pipe.device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    captured, grown = pipe.captured, getattr(pipe.executor, "grown", None)
+    calls = [timed(pipe, **asked.next()) for _ in range(repeats)]
     # An eager run's caching allocator holds more than it needs; memory of graphs is not called allocated.
-    graphs = pipe.executor.name == "graphs"
-    peak = torch.cuda.max_memory_reserved() if graphs else torch.cuda.max_memory_allocated()
-    captured = pipe.captured - captured
+    peaks = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+    found = summary(calls)
+    if grown is not None:
+        found["grown"] = pipe.executor.grown - grown  # times that the KV pool had to
+    return {
+        **found,
+        "captures": pipe.captured - captured,  # of scales, during the calls that were timed
+        "images_per_second": 1e3 * asked.images / found["ms"],
+        "peak_gib": peaks[pipe.executor.name == "graphs"]() / GIB if cuda else 0.0,
+        "tflops": sum(call.flops for call in calls) / sum(call.seconds for call in calls) / 1e12,
+        "warm_up_s": warm_up,
+        "cold_s": cold,
+    }
+
+
+def details(asked: Asked, ms: float, lines: int) -> dict[str, Any]:
+    """Where the time of a call goes whose median takes so many `ms`."""
+    pipe, images = asked.pipe, asked.images
+    schedule, call = pipe.schedule(**asked.size), asked.next()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(schedule) + 2)]
     marks = iter(events[2:])
-    pipe.warm_up([sized], [method], [images], text_tokens=TEXT, callbacks=True)  # such calls are captured by themselves
-    pipe(**call, seed=0, callback_on_scale_end=lambda end: None)
+    asked.warm_up(callbacks=True)  # such calls are captured by themselves
+    pipe(**call, callback_on_scale_end=lambda end: None)
     events[0].record()
     with marked(pipe.executor, events[1]):
-        made = pipe(**call, seed=0, callback_on_scale_end=lambda end: next(marks).record())
+        made = pipe(**call, callback_on_scale_end=lambda end: next(marks).record())
     torch.cuda.synchronize()
     text, *scales = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     trace = made.trace.to_dict()["images"][0]
     shares = [sum(x["kept"] for x in e["layers"]) / (len(e["layers"]) * e["tokens"]) for e in trace["scales"]]
     least = [floor(pipe, s, 2 * images, share) for s, share in zip(schedule, shares, strict=True)]
-    whole = statistics.median(seconds)
-    nodes, kernels, idle = profile(lambda: pipe(**call, seed=0), lines)
-    flops = images * trace["flops"]
+    nodes, kernels, idle = profile(lambda: pipe(**call), lines)
     decode = decode_alone(pipe, images, schedule)
     weights = sum(p.nbytes for p in (*pipe.backbone.blocks.parameters(), *pipe.backbone.blocks.buffers()))
     return {
-        "ms": 1e3 * whole,
-        "mean_ms": 1e3 * statistics.mean(seconds),
-        "p95_ms": 1e3 * sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1],
         "decode_ms": decode,
-        "captures": captured,  # of scales, during the calls that were timed
         "kernels_ms": kernels,
         "idle_ms": idle,  # between kernels
         "nodes_per_layer": nodes / len(schedule) / pipe.backbone.depth,  # with all that a scale does besides
         # Weights that were read, once a scale, over the time of the scales: the least that was moved.
-        "tb_per_second": weights * len(schedule) / (whole - decode / 1e3) / 1e12,
+        "tb_per_second": weights * len(schedule) / (ms - decode) / 1e9,
         "text_ms": text,  # until the text's keys and values and all modulations are known, the host's part included
         "scales_ms": scales,
         "floor_ms": 1e3 * sum(least),
-        "tokens": trace["row_tokens_computed"] / trace["row_tokens_full"],
-        "images_per_second": images / whole,
-        "peak_gib": peak / GIB,
-        "tflops": flops / whole / 1e12,
-        "first_call_s": first,
-        "cold_s": cold,
     }
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Time of every scale, one panel per model and batch."""
+    """Time of every scale, one panel per model and batch; lines of --brief have none."""
+    rows = [row for row in rows if "scales_ms" in row]
     import matplotlib
 
     matplotlib.use("Agg")
@@ -237,77 +285,105 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def compiled_kernels() -> int:
+    """That Triton has on disk: without any, the first warm-up compiles all it needs."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['model']:<16} {row['ratios']:<22} {row['runtime']:<8} {row['images']:>2} {row['calls']:>5} "
+        f"{row['ms']:>8.1f} {row['mean_ms']:>8.1f} {row['p95_ms']:>8.1f} {row['tokens']:>7.1%} "
+        f"{row['mean_tokens']:>7.1%} {row['images_per_second']:>6.1f} {row['peak_gib']:>6.2f} {row['tflops']:>8.0f} "
+        f"{row['captures']:>8} {row['warm_up_s']:>9.1f}"
+    )
+    if row["reduced"]:
+        print(f"  reduced: {shown(row['reduced'])}")
+        print(f"  never reduced: {shown(row['not_reduced']) if row['not_reduced'] else 'none'}")
+    if "grown" in row:
+        print(f"  the KV pool grew {row['grown']} times")
+    if "cold_s" in row:
+        print(f"  cold start, process to first picture: {row['cold_s']:.1f} s")
+    if "warm_again_s" in row:
+        print(f"  warm-up of a fresh executor, kernels compiled: {row['warm_again_s']:.1f} s")
+    if "scales_ms" in row:
+        print(
+            f"  decode {row['decode_ms']:.1f} ms; at least {row['floor_ms']:.1f} ms; {row['tb_per_second']:.2f} TB/s; "
+            f"{row['nodes_per_layer']:.1f} nodes a layer"
+        )
+        print(f"  kernels: {row['kernels_ms']:.1f} ms, between them {row['idle_ms']:.1f} ms")
+        print(f"  text {row['text_ms']:.2f} ms; scales, ms: " + " ".join(f"{t:.2f}" for t in row["scales_ms"]))
+
+
+def read_options(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="infinity-2b,infinity-8b")
     parser.add_argument("--runtimes", default="eager,graphs")
     parser.add_argument("--batches", default="1,4,8")
-    parser.add_argument("--decisions", choices=DECISIONS, nargs="+", default=list(DECISIONS))
+    parser.add_argument("--decisions", choices=DECISIONS, nargs="+", default=["recorded", "fixed"])
     parser.add_argument("--ratios", nargs="+", help="instead of those of --decisions, and of a plain run")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=20, help="calls that are timed")
     parser.add_argument("--size", default="1M", help="pixel budget: 1M, or 4M for 2048 x 2048")
-    parser.add_argument("--quantize", choices=["fp8"])
+    parser.add_argument("--quantize", choices=["none", "fp8"], nargs="+", default=["none"], help="one after the other")
+    parser.add_argument("--brief", action="store_true", help="only calls as a user makes them: nothing of their scales")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="also the kernels that take most time")
     parser.add_argument("--from", type=Path, nargs="+", dest="before", help="files of --json; nothing is measured")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
+    options.ratios = options.ratios or ["none", *(DECISIONS[d] for d in options.decisions)]
+    if options.brief and (options.plot or options.profile):
+        parser.error("--brief knows nothing of scales and kernels: leave out --plot and --profile")
+    return options
+
+
+def rows(pipe: Pipeline, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One for every runtime, batch and method; the first of a runtime also warms up again."""
+    size = {} if pipe.backbone.family == "hart" else {"pixel_budget": options.size}
+    known, asks = texts(pipe), (options.runtimes.split(","), map(int, options.batches.split(",")), options.ratios)
+    warm = {"eager"}  # it keeps nothing between calls
+    for runtime, images, ratios in itertools.product(*asks):
+        pipe.executor = make_executor(runtime, pipe.device)
+        empty(pipe.device)
+        asked = Asked(pipe, images, read_ratios(ratios, pipe.backbone.depth), size, known)
+        found = {"ratios": ratios, "runtime": runtime, "images": images, **measure(asked, options.repeats)}
+        if not options.brief:
+            found.update(details(asked, found["ms"], options.profile))
+        if runtime not in warm:
+            warm.add(runtime)
+            found["warm_again_s"] = asked.warm_up_again()
+        yield found
+
+
+def main() -> None:
+    options = read_options()
     if options.before:
         plot([row for path in options.before for row in json.loads(path.read_text())], options.plot)
         return
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    print(f"{where}, bfloat16, guided, {TEXT} text tokens, decode included")
+    print(f"{where}, bfloat16, guided, {TEXT} text tokens, decode included; {compiled_kernels()} kernels on disk")
     print(
-        f"{'model':<12} {'ratios':<22} {'runtime':<8} {'n':>2} {'ms':>8} {'p95':>8} {'decode':>7} {'floor':>7} "
-        f"{'tokens':>7} {'img/s':>6} {'GiB':>6} {'TFLOP/s':>8} {'TB/s':>5} {'nodes':>6} {'first s':>8}"
+        f"{'model':<16} {'ratios':<22} {'runtime':<8} {'n':>2} {'calls':>5} {'ms':>8} {'mean':>8} {'p95':>8} "
+        f"{'tokens':>7} {'mean':>7} {'img/s':>6} {'GiB':>6} {'TFLOP/s':>8} {'captures':>8} {'warm-up s':>9}"
     )
-    rows = []
-    for name in options.models.split(","):
-        pipe = random_pipeline(name, "bfloat16")
-        if options.quantize:
-            to_fp8(pipe.backbone, pipe.tokenizer)
-            name += " fp8"
-        for runtime in options.runtimes.split(","):
-            for images in map(int, options.batches.split(",")):
-                for ratios in options.ratios or ["none", *(DECISIONS[d] for d in options.decisions)]:
-                    pipe.executor = make_executor(runtime, pipe.device)
-                    gc.collect()
-                    torch.cuda.empty_cache()
-                    found = measure(
-                        pipe,
-                        images,
-                        read_ratios(ratios, pipe.backbone.depth),
-                        options.repeats,
-                        options.size,
-                        options.profile,
-                    )
-                    if rows:
-                        del found["cold_s"]  # the process is not young any more
-                    rows.append({"model": name, "ratios": ratios, "runtime": runtime, "images": images, **found})
-                    print(
-                        f"{name:<12} {ratios:<22} {runtime:<8} {images:>2} {found['ms']:>8.1f} {found['p95_ms']:>8.1f} "
-                        f"{found['decode_ms']:>7.1f} {found['floor_ms']:>7.1f} {found['tokens']:>7.1%} "
-                        f"{found['images_per_second']:>6.1f} {found['peak_gib']:>6.2f} {found['tflops']:>8.0f} "
-                        f"{found['tb_per_second']:>5.2f} {found['nodes_per_layer']:>6.1f} "
-                        f"{found['first_call_s']:>8.1f}",
-                        flush=True,
-                    )
-                    if len(rows) == 1:
-                        print(f"  cold start, process to first picture: {found['cold_s']:.1f} s")
-                    print(f"  kernels: {found['kernels_ms']:.1f} ms, between them {found['idle_ms']:.1f} ms")
-                    print(f"  mean {found['mean_ms']:.1f} ms, {found['captures']} scales captured while it was timed")
-                    print(
-                        f"  text {found['text_ms']:.2f} ms; scales, ms: "
-                        + " ".join(f"{t:.2f}" for t in found["scales_ms"]),
-                        flush=True,
-                    )
-                    if options.json:
-                        options.json.write_text(json.dumps(rows, indent=1))
-        del pipe
+    found: list[dict[str, Any]] = []
+    for name, quantize in itertools.product(options.models.split(","), options.quantize):
+        pipe = pipeline(name, quantize)
+        for row in rows(pipe, options):
+            if found:
+                del row["cold_s"]  # the process is not young any more
+            found.append({"model": name if quantize == "none" else f"{name} {quantize}", **row})
+            show(found[-1])
+            print(end="", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1))
+        del pipe, row
+        empty(torch.device("cuda"))
     if options.plot:
-        plot(rows, options.plot)
+        plot(found, options.plot)
 
 
 if __name__ == "__main__":

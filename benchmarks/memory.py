@@ -33,7 +33,7 @@ RUNS = (  # model, images, dtype
 )
 
 
-def random_pipeline(name: str, dtype: str) -> Pipeline:
+def random_pipeline(name: str, dtype: str, device: str = "cuda") -> Pipeline:
     spec = MODELS[name]
     modules = []
     family = FAMILIES[spec.family]
@@ -41,7 +41,7 @@ def random_pipeline(name: str, dtype: str) -> Pipeline:
         with torch.device("meta"):
             module = cls(config).eval().requires_grad_(False)
         set_dtype(module, getattr(torch, dtype))
-        module = module.to_empty(device="cuda")
+        module = module.to_empty(device=device)
         for p in module.parameters():
             p.normal_(std=0.02)
         modules.append(module)

@@ -83,6 +83,30 @@ def same(expected: Any, found: Any) -> bool:
     return all(torch.equal(a, b) for a, b in first) and (last[0] != last[1]).float().mean().item() < 0.05
 
 
+def alike(expected: Any, found: Any) -> bool:
+    """The same; in half precision, until a token differs because kernels add up in another order: few do at once."""
+    if found.trace.to_dict()["dtype"] == "float32":
+        return same(expected, found)
+    for k, (a, b) in enumerate(zip(expected.tokens, found.tokens, strict=True)):
+        if not torch.equal(a == -1, b == -1):
+            return False
+        if not torch.equal(a, b):
+            return bool((a != b).float().mean().item() < 0.1)
+        if [image[k] for image in counts(expected)] != [image[k] for image in counts(found)]:
+            return False
+    return True
+
+
+def batches_are_filled_up(pipe, other, method: Method | None) -> None:
+    """Three pictures are made in the place of four, and four make use of what was captured for all of them."""
+    for first, images in ((0, 4), (0, 3), (2, 3), (1, 4)):
+        expected, found = (ask(p, images, first=first, method=method, output_type="latent") for p in (pipe, other))
+        assert alike(expected, found), (first, images)
+        assert len(found.images) == images == len(found.trace.to_dict()["images"])
+        assert all(len(tokens) == images for tokens in found.tokens)
+        assert len(other.executor.ran) == sum(bool((t != -1).any()) for t in found.tokens), "nothing ran eagerly"
+
+
 def settings(pipe) -> list[dict[str, Any]]:
     """One other value for each, of those that the model knows; every one changes its pictures."""
     known: list[dict[str, Any]] = [
@@ -221,7 +245,10 @@ def images_that_leave(pipe, other, how: dict[str, Any], like: Method | None) -> 
     method = Leaving(like, **how)
     for first, m in ((0, method), (2, like), (2, method), (0, method)):
         expected, found = (ask(p, 2, first=first, method=m, output_type="latent") for p in (pipe, other))
-        assert same(expected, found), (first, m)
+        assert alike(expected, found), (first, m)
+    # Only what a method remembers of an image that leaves out a scale is not captured.
+    scales = sum(bool((t != -1).any()) for t in found.tokens)
+    assert (len(other.executor.ran) == scales) == (like is None or not how.get("skip"))
     rows = [[scale[0] for scale in image] for image in counts(expected)]
     assert rows[0] != rows[1] or len(set(rows[0])) > 1, "somebody left"
     before = other.executor.captured
@@ -242,6 +269,7 @@ def skipvar_decides_for_each_image(pipe, other, like: Method, folder: Path) -> N
         ends = set()
         for first in (0, 2, 0):
             expected, found = (ask(p, 3, first=first, method=method, output_type="latent") for p in (pipe, other))
-            assert same(expected, found), (first, method)
+            assert alike(expected, found), (first, method)
+            assert len(other.executor.ran) == sum(bool((t != -1).any()) for t in found.tokens), "nothing ran eagerly"
             ends |= {tuple(scale[0] for scale in image[-2:]) for image in counts(expected)}
         assert ends == {(0, 0), (1, 1), (2, 2)}, "images stop, lose guidance or stay"

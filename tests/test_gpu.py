@@ -210,8 +210,14 @@ def test_images_that_leave(name: str, how: str, like) -> None:
     behaviours.images_that_leave(*both(name, half=True), behaviours.LEAVING[how], like)
 
 
+@pytest.mark.parametrize("name", ["var", "infinity", "hart"])
+@pytest.mark.parametrize("method", [None, *CAPTURED])
+def test_batches_are_filled_up(name: str, method) -> None:
+    behaviours.batches_are_filled_up(*both(name, half=True), method and CAPTURED[method])
+
+
 def test_skipvar_and_nova_decide_for_each_image(tmp_path) -> None:
-    behaviours.skipvar_decides_for_each_image(*both("infinity"), NOVA(t_est=2, alpha=0.0), tmp_path)
+    behaviours.skipvar_decides_for_each_image(*both("infinity", half=True), NOVA(t_est=2, alpha=0.0), tmp_path)
 
 
 @pytest.mark.parametrize("patchify", [False, True], ids=["cells", "patches"])

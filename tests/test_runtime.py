@@ -31,7 +31,7 @@ from nextscale.runtime import make_executor, with_enough_memory
 from nextscale.runtime.compiled import Compiled
 from nextscale.runtime.decoder import GPUDecoder, doubled
 from nextscale.runtime.eager import Eager
-from nextscale.runtime.graphs import Graphs
+from nextscale.runtime.graphs import Graphs, filled_up
 from nextscale.runtime.recorded import SHORT, Report, Told
 from nextscale.schedule import Schedule
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
@@ -745,6 +745,39 @@ def test_skipvar_decides_for_each_image(infinity, like, tmp_path) -> None:
     behaviours.skipvar_decides_for_each_image(infinity, emulated(infinity), like, tmp_path)
 
 
+@pytest.mark.parametrize("name", [None, *CAPTURED])
+def test_batches_are_filled_up(any_pipe, name) -> None:
+    behaviours.batches_are_filled_up(any_pipe, emulated(any_pipe), name and CAPTURED[name])
+
+
+def test_a_callback_sees_the_pictures_that_were_asked_for(infinity) -> None:
+    """Not those that fill up a batch; and it may change them."""
+    seen: list[list] = []
+
+    def look(end):
+        seen[-1].append((end.images, [len(t) for t in (end.features, end.tokens, end.logits)], len(end.raw_logits)))
+        return end.features * 0.5 if end.scale.index == 2 else None
+
+    found = []
+    for pipe in (infinity, emulated(infinity)):
+        seen.append([])
+        found.append(ask(pipe, 3, callback_on_scale_end=look))
+    assert seen[0] == seen[1]
+    assert seen[0][0] == ((0, 1, 2), [3, 3, 3], 6)
+    assert same_tokens(*found)
+
+
+def test_how_batches_are_filled_up(infinity) -> None:
+    assert [filled_up(n) for n in (1, 2, 3, 4, 5, 8, 9, 17)] == [1, 2, 4, 4, 8, 8, 16, 24]
+    other = emulated(infinity)
+    other.warm_up(["0.06M"], ["nova:t_est=2;alpha=0"], [3], text_tokens=16)
+    before = other.captured
+    for images in (3, 4):
+        ask(other, images, method="nova:t_est=2;alpha=0")
+    assert other.captured == before
+    ask(other, 3, generator=torch.Generator(), seed=None)  # runs eagerly, and draws for three alone
+
+
 WARM = {
     "plain": None,
     "nova": NOVA(t_est=2, alpha=0.0),
@@ -760,12 +793,14 @@ WARM = {
 @pytest.mark.parametrize("name", WARM)
 def test_after_a_warm_up_nothing_is_captured(any_pipe, name: str) -> None:
     """Whatever the prompts are, and whatever is decided for them."""
-    other = emulated(any_pipe)
+    other, eager = emulated(any_pipe), copy.copy(any_pipe)
+    eager.executor = Eager()
+    eager.executor.text_slots = Pretended.text_slots  # longer texts are added up in another order
     size = {"pixel_budget": "0.06M"} if any_pipe.backbone.family == "infinity" else None
     assert other.warm_up([size], [WARM[name]], [1, 2], text_tokens=16) == other.captured > 0
     before = other.captured
     for first, images in ((0, 2), (2, 1), (4, 2), (6, 1), (8, 2)):
-        expected, found = (ask(pipe, images, first=first, method=WARM[name]) for pipe in (any_pipe, other))
+        expected, found = (ask(pipe, images, first=first, method=WARM[name]) for pipe in (eager, other))
         assert same_tokens(expected, found)
     assert other.captured == before
     assert other.warm_up([size], [WARM[name]], [1, 2], text_tokens=16) == 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nextscale.devices import Clock, name_of
-from nextscale.draws import Draws
+from nextscale.draws import Draws, PerImageDraws
 from nextscale.images import as_output
 from nextscale.loop import Callback, ScaleEnd, generate
 from nextscale.methods.base import Method, Policy
@@ -52,8 +52,11 @@ class Call:
     clock: Clock  # its call has started, and the text is encoded
 
     def make(self, executor: Eager) -> Output:
-        pipe, images = self.pipe, self.prompts.images
-        context = pipe.context(images, self.schedule, self.sampling)
+        pipe, images, draws = self.pipe, self.prompts.images, self.draws
+        places = executor.places(images, pipe.backbone, draws, self.forced)
+        if isinstance(draws, PerImageDraws):
+            draws = draws.filled_up(places)
+        context = pipe.context(places, self.schedule, self.sampling)
         policy = Policy(context) if self.method is None else self.method.begin(context)
         traced = self.prompts.traced(self.seeds)
         trace = Trace(Costs.of(pipe.backbone), self.schedule, traced, self.sampling.guided_until)
@@ -65,7 +68,7 @@ class Call:
                 self.condition,
                 self.schedule,
                 self.sampling,
-                self.draws,
+                draws,
                 policy,
                 images,
                 trace,
@@ -73,14 +76,15 @@ class Call:
                 self._after_scale(executor, called),
                 executor,
                 advance,
+                places,
             )
         run.release()
         self.clock.mark("generated")
-        features = run.features.clone()  # outside inference mode, so that users may write into it
+        features = run.maps.clone()  # outside inference mode, so that users may write into it
         pictures = None if self.output_type == "latent" else pipe.start_decoding(features, executor)
         # While a GPU decodes:
         policy.conclude()
-        tokens = copied(run.tokens)
+        tokens = copied([t[:images] for t in run.tokens])
         executor.check(pipe.backbone)
         trace.header = self._header(executor)
         made: Any = features

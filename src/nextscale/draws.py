@@ -44,6 +44,10 @@ class PerImageDraws:
         self.seeds = list(seeds)
         self.generator = torch.Generator(device=device)
 
+    def filled_up(self, images: int) -> PerImageDraws:
+        """With numbers for so many, if they are more."""
+        return PerImageDraws([*self.seeds, *[0] * (images - len(self.seeds))], self.generator.device)
+
     def noise(self, like: Tensor, scale: int, images: Sequence[int], stream: str, fill: Fill) -> Tensor:
         noise = torch.empty(like.shape, dtype=torch.float32, device=self.generator.device)
         self.write(noise, scale, images, stream, fill)

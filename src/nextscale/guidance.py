@@ -12,7 +12,8 @@ from nextscale.arguments import is_single, read_list, read_number
 from nextscale.errors import NextscaleError
 from nextscale.kernels.bits import fused_combine, takes
 
-Number = float | Tensor  # of the host; or [] in float64 on the device, where a captured scale reads it
+# Of the host; or in float64 on the device, where a captured scale reads it: [], or [B] where images have their own.
+Number = float | Tensor
 
 
 def per_scale(value: float | Sequence[float], scales: int, what: str) -> tuple[float, ...]:
@@ -41,7 +42,12 @@ def told(number: Number) -> TypeGuard[Tensor]:
 
 def as_of(number: Number, like: Tensor) -> Number:
     """As exactly as torch reads a number of the host: casting it once is faster than at every place."""
-    return number.to(like.dtype) if told(number) else number
+    return beside(number, like).to(like.dtype) if told(number) else number
+
+
+def beside(numbers: Tensor, like: Tensor) -> Tensor:
+    """One for all, or for each image of `like` [B, ...]."""
+    return numbers.view(-1, *(1,) * (like.ndim - 1)) if numbers.ndim else numbers
 
 
 def combine(rows: Tensor, images: int, guided: Tensor | None, weight: Number, by: Number = 1.0) -> Tensor:
@@ -59,7 +65,7 @@ def combine(rows: Tensor, images: int, guided: Tensor | None, weight: Number, by
     alone = conditional if guided is None else conditional[guided]
     mixed = as_of(weight, rows) * alone + as_of(1 - weight, rows) * unconditional
     if told(weight):  # nothing of a row that is infinite is not a number
-        mixed = torch.where(weight == 1, alone, mixed)
+        mixed = torch.where(beside(weight == 1, alone), alone, mixed)
     return mixed if guided is None else conditional.index_copy(0, guided, mixed)
 
 
@@ -69,4 +75,7 @@ def combine_inside(rows: Tensor, images: int, guided: Tensor | None, weight: Num
         return rows
     mixed = combine(rows, images, guided, weight)
     mixed = torch.cat((mixed, mixed if guided is None else mixed[guided.to(rows.device)]))
-    return torch.where(weight == 1, rows, mixed) if told(weight) else mixed
+    if not told(weight):
+        return mixed
+    none = weight == 1
+    return torch.where(beside(torch.cat((none, none)) if none.ndim else none, rows), rows, mixed)

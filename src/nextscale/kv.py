@@ -68,11 +68,6 @@ class LayerCache:
         return torch.full((len(self.k),), self.used, device=self.k.device) if self.length is None else self.length
 
     @property
-    def place(self) -> int:
-        """Where it lies: it has moved if that is another."""
-        return self.k.data_ptr()
-
-    @property
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 

@@ -47,6 +47,19 @@ class ScaleEnd:
         return dataclasses.replace(self, tokens=tokens, logits=logits, raw_logits=raw, hidden=self.hidden.clone())
 
 
+def filled_up(inputs: tuple[Tensor | None, ...], images: int, places: int) -> tuple[Tensor | None, ...]:
+    """What was read of a condition, one entry per row, with the last image's once more for every place behind it."""
+    if places == images:
+        return inputs
+    row = [min(place, images - 1) for place in range(places)]
+
+    def fill(rows: Tensor) -> Tensor:
+        index = [first + r for first in range(0, len(rows), images) for r in row]
+        return rows[torch.tensor(index, device=rows.device)]
+
+    return tuple(None if t is None else fill(t) for t in inputs)
+
+
 Callback = Callable[[ScaleEnd], "bool | Tensor | None"]
 
 
@@ -66,33 +79,38 @@ def generate(
     on_scale_end: Callback | None = None,
     executor: Eager | None = None,
     advance: Callable[[int], None] = lambda steps: None,
+    places: int | None = None,
 ) -> Run:
-    """Feature maps of `images` pictures, in the returned Run; `advance` is told of every scale."""
-    executor = executor or Eager()
+    """Feature maps of `images` pictures, in the returned Run; `advance` is told of every scale. A batch may have more
+    `places` than that, all of which the policy and the draws know; the others never run."""
+    executor, places = executor or Eager(), places or images
     guided = sampling.guided_until > 0
     watched = on_scale_end is not None or policy.watches
     work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced, watched)
-    run = executor.open(work, backbone.read(condition, guided), images, guided)
+    run = executor.open(work, filled_up(backbone.read(condition, guided), images, places), places, guided)
+    run.admit(images)
     expected = policy.expected_tokens()
     check_expected(policy, expected, schedule.tokens)
     run.reserve(backbone.context + expected if expected else 0)
     for scale in schedule:
         plan = policy.begin_scale(scale)
-        check_plan(policy, plan, images, backbone.parts, schedule.tokens)
-        rows, state = run.apply(plan, scale)
+        check_plan(policy, plan, places, backbone.parts, schedule.tokens)
+        rows = run.apply(plan, scale)
         if not rows.all:
             advance(1)
             continue
-        step = executor.run_scale(work, Task(scale, plan, rows, state), run.features_of(rows.which), run.kv)
+        task = Task(scale, plan, rows, run.placed, run.state, returns=rows != run.rows)
+        step = executor.run_scale(work, task, run.features, run.kv)
         run.store(rows, scale, step.features, step.tokens)
         policy.reported(step.stats, step.report)
         policy.added(run.features, step.stats)
-        trace.ran(step.stats, state)
+        trace.ran(step.stats, run.state, task.places)
         advance(1)
         if on_scale_end is None:
             continue
-        decode = partial(tokenizer.decode, run.features)
-        end = ScaleEnd(scale, rows.which, run.features, step.tokens, step.logits, step.raw, step.hidden, decode)
+        tokens = step.tokens if len(step.tokens) == rows.images else step.tokens[list(rows.which)]
+        decode = partial(tokenizer.decode, run.maps)
+        end = ScaleEnd(scale, rows.which, run.maps, tokens, step.logits, step.raw, step.hidden, decode)
         answer = on_scale_end(end)
         if is_flag(answer):
             if not answer:

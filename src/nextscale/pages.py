@@ -112,10 +112,6 @@ class PagedCache(LayerCache):
         self.length = length
         self.all_pages, self.pages = pages, pages.layer(layer)
 
-    @property
-    def place(self) -> int:
-        return self.pages.table.data_ptr()
-
     def reserve(self, tokens: int) -> None:
         """Pages are provided for all layers at once."""
 
@@ -156,9 +152,21 @@ class PagedCache(LayerCache):
     def attend(
         self, attn: SelfAttention, q: Tensor, packed: Packed | None = None, watched: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        given = attn.softmax_scale, self.length, self.ahead if packed is None else None, bool(watched), self.tail
+        k, v = self._views()
+        more, wanted, entropy = self.ahead if packed is None else None, reads(attn.proj), bool(watched)
         seen, spread = fused(
-            q, *self._views(), *given, reads(attn.proj), packed, grown=packed is not None, pages=self.pages
+            q,
+            k,
+            v,
+            attn.softmax_scale,
+            self.length,
+            more,
+            entropy,
+            self.tail,
+            wanted,
+            packed,
+            grown=packed is not None,
+            pages=self.pages,
         )
         if packed is not None and spread is not None:
             spread = packed.padded(spread)
@@ -182,6 +190,6 @@ class PagedCache(LayerCache):
                 page = self.all_pages.memory[places[n // self.pages.size]][:, :, : length - n]
                 keys[row, :, n : n + page.shape[2]], values[row, :, n : n + page.shape[2]] = page
         cache = LayerCache(keys, values)
-        cache.used, cache.active = max(lengths), self.active
+        cache.used = max(lengths)
         cache.length = None if len(set(lengths)) == 1 else self.length.clone()
         return cache

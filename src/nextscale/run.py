@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,8 @@ class Rows:
 
 
 class Run:
-    """One call. Rows leave for good when their image stops or is no longer guided."""
+    """One call. Rows leave for good when their image stops or is no longer guided; then they give up their places in
+    caches and state, or keep them and rest, where captured scales know the places of all others."""
 
     def __init__(
         self,
@@ -61,13 +61,16 @@ class Run:
         guided: bool,
         kv: list[LayerCache] | None = None,
         tokens: list[Tensor] | None = None,
+        stays: bool = False,
     ) -> None:
-        """`kv` and `tokens`: where they have to be; else they are made."""
+        """`kv` and `tokens`: where they have to be; else they are made. `stays`: nobody gives up a place."""
         images = tuple(range(len(features)))
-        self.rows = Rows(images, images if guided else ())
-        self.state = state
-        self.resting = False  # some rows
+        self.rows = Rows(images, images if guided else ())  # that have not left
+        self.placed = self.rows  # that have a place
+        self.stays = stays
+        self.state = state  # of those
         self.features = features
+        self.asked = len(images)  # for: the others are there to fill up a batch, and never run
         self.schedule = schedule
         self.stopped_after: list[int | None] = [None] * len(images)
         # Per scale [B, N] or [B, N, d]; -1 where an image did not run.
@@ -80,54 +83,57 @@ class Run:
         for cache in self.kv:
             cache.reserve(tokens)
 
-    def apply(self, plan: ScalePlan, scale: Scale) -> tuple[Rows, Any]:
-        """The rows that run this scale and their state."""
+    def admit(self, images: int) -> None:
+        """So many of the pictures are asked for."""
+        self.asked = images
+        self.rows = Rows(*(tuple(i for i in some if i < images) for some in (self.rows.which, self.rows.unconditional)))
+
+    def apply(self, plan: ScalePlan, scale: Scale) -> Rows:
+        """The rows that run this scale."""
         actions, rows = plan.actions, self.rows
-        everyone = all(actions[i] == "run" for i in rows.which) and all(plan.guided[i] for i in rows.unconditional)
-        if everyone and not self.resting:  # a device may be waiting for the host: nothing has to be put anywhere
-            if rows.which and plan.capacity:
-                self.reserve(plan.capacity)
-            return rows, self.state
-        for image in self.rows.which:
+        for image in rows.which:
             if actions[image] == "stop":
                 self.stopped_after[image] = scale.index  # scales 1..index of this image were generated
-        left = Rows(
-            tuple(i for i in self.rows.which if actions[i] != "stop"),
-            tuple(i for i in self.rows.unconditional if actions[i] != "stop" and plan.guided[i]),
+        self.rows = Rows(
+            tuple(i for i in rows.which if actions[i] != "stop"),
+            tuple(i for i in rows.unconditional if actions[i] != "stop" and plan.guided[i]),
         )
-        if left != self.rows:
-            places = _places(left, self.rows)
-            first = places.tolist() == list(range(len(places)))  # nothing moves: unconditional rows left, at the end
-            index = slice(len(places)) if first else places.to(self.features.device)
-            self.state = self.state.take(index)
-            for cache in self.kv:
-                cache.keep_rows(index)
-            self.rows = left
+        self._give_up_places()
         active = Rows(
-            tuple(i for i in left.which if actions[i] == "run"),
-            tuple(i for i in left.unconditional if actions[i] == "run"),
+            tuple(i for i in self.rows.which if actions[i] == "run"),
+            tuple(i for i in self.rows.unconditional if actions[i] == "run"),
         )
-        chosen = None if active == left else _places(active, left).to(self.features.device)
-        self.resting = chosen is not None
-        for cache in self.kv:
-            cache.active = chosen
         if active.all and plan.capacity:
             self.reserve(plan.capacity)
-        return active, self.state if chosen is None else self.state.take(chosen)
+        return active
 
-    def features_of(self, images: Sequence[int]) -> Tensor:
-        """The feature maps of some images."""
-        everyone = list(images) == list(range(len(self.features)))
-        return self.features if everyone else self.features[list(images)]
+    def _give_up_places(self) -> None:
+        placed = self.rows
+        if self.stays:  # unless all unconditional rows do, which lie behind the others
+            placed = Rows(self.placed.which, self.placed.which if self.rows.unconditional else ())
+        if placed == self.placed:
+            return
+        places = places_of(placed, self.placed)
+        first = places.tolist() == list(range(len(places)))  # nothing moves: those that leave are at the end
+        index = slice(len(places)) if first else places.to(self.features.device)
+        self.state = self.state.take(index)
+        for cache in self.kv:
+            cache.keep_rows(index)
+        self.placed = placed
+
+    @property
+    def maps(self) -> Tensor:
+        """Features of the pictures that are asked for."""
+        return self.features[: self.asked]
 
     def store(self, rows: Rows, scale: Scale, features: Tensor, tokens: Tensor) -> None:
-        """Put a scale's result back to its images."""
-        which = list(rows.which)
-        if len(which) == len(self.features):  # lists would be copied to the device, which the host waits for
+        """Put a scale's result back: of the images that ran it, or of all, with those that rest as they were."""
+        if len(features) == len(self.features):  # lists would be copied to the device, which the host waits for
             self.features = features
             if tokens is not self.tokens[scale.index]:
                 self.tokens[scale.index].copy_(tokens)
             return
+        which = list(rows.which)
         self.features = self.features.clone()
         self.features[which] = features
         self.tokens[scale.index][which] = tokens.to(torch.int32)
@@ -137,11 +143,11 @@ class Run:
         if not isinstance(features, Tensor):
             allowed = "None, False to stop, or a tensor like `features`"
             raise NextscaleError(f"the callback returned {shown(features)}; allowed: {allowed}")
-        if features.shape != self.features.shape:
+        if features.shape != self.maps.shape:
             raise NextscaleError(
-                f"the callback returned features of shape {list(features.shape)}, not {list(self.features.shape)}"
+                f"the callback returned features of shape {list(features.shape)}, not {list(self.maps.shape)}"
             )
-        self.features = features.to(self.features)
+        self.features = torch.cat((features.to(self.features), self.features[self.asked :]))
 
     def release(self) -> None:
         """After the last scale only features and tokens are needed; the decoder can have the memory."""
@@ -170,7 +176,7 @@ def cause_of_nan(module: nn.Module, inputs: str) -> str:
     return f"{inputs} or a tokenizer weight hold NaN or infinite values, or numbers overflowed"
 
 
-def _places(some: Rows, among: Rows) -> Tensor:
+def places_of(some: Rows, among: Rows) -> Tensor:
     """Row numbers of `some` within `among`."""
     conditional = [among.which.index(i) for i in some.which]
     unconditional = [len(among.which) + among.unconditional.index(i) for i in some.unconditional]

@@ -35,7 +35,8 @@ class TracedImage:
 class _Ran:
     rows: Rows
     chosen: Choices  # per layer and part; None = all
-    text_lengths: Tensor | None  # [R]
+    text_lengths: Tensor | None  # of all rows that have a place
+    places: Tensor | None  # of these rows among them; None = all
     context: int
 
     @functools.cached_property
@@ -48,7 +49,10 @@ class _Ran:
     @functools.cached_property
     def text_keys(self) -> list[int]:
         """That cross-attention sees, of every row."""
-        return [0] * len(self.rows.all) if self.text_lengths is None else self.text_lengths.tolist()
+        if self.text_lengths is None:
+            return [0] * len(self.rows.all)
+        lengths = self.text_lengths.tolist()
+        return lengths if self.places is None else [lengths[place] for place in self.places.tolist()]
 
 
 @dataclass(frozen=True)
@@ -84,14 +88,15 @@ class Trace:
     records: dict[int, _Ran] = field(default_factory=dict)
     _lengths: tuple[Tensor, Tensor] | None = None  # of the text, as a state has them and as they are kept
 
-    def ran(self, stats: Stats, state: State) -> None:
+    def ran(self, stats: Stats, state: State, places: Tensor | None = None) -> None:
+        """`places` of the rows at work in the state; None = all."""
         # Tensors are kept as they are and read when somebody asks: a run is never made to wait.
         lengths = state.text_lengths
         if lengths is not None:
             if self._lengths is None or self._lengths[0] is not lengths:
                 self._lengths = lengths, lengths.clone()  # the next call may write over them
             lengths = self._lengths[1]
-        self.records[stats.scale.index] = _Ran(stats.rows, stats.chosen, lengths, stats.context)
+        self.records[stats.scale.index] = _Ran(stats.rows, stats.chosen, lengths, places, stats.context)
 
     def finished(self, policy: Policy, stopped_after: list[int | None]) -> None:
         self.policy, self.stopped_after = policy, stopped_after
@@ -193,12 +198,12 @@ class Trace:
         }
 
     def _text_lengths(self, image: int) -> list[int]:
-        """Text keys of the conditional and the unconditional row, as the first scale had them."""
-        record = self.records.get(0)
-        if record is None:
-            return [0, 0]
-        lengths = [record.text_keys[r] for r, owner in enumerate(record.rows.all) if owner == image]
-        return [lengths[0], lengths[-1]]
+        """Text keys of the conditional and the unconditional row, as the first scale that it ran had them."""
+        for record in self.records.values():
+            lengths = [record.text_keys[r] for r, owner in enumerate(record.rows.all) if owner == image]
+            if lengths:
+                return [lengths[0], lengths[-1]]
+        return [0, 0]
 
     def to_dict(self) -> dict[str, Any]:
         return finite(

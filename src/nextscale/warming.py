@@ -12,10 +12,12 @@ import torch
 
 from nextscale.arguments import read_count, read_list, shown
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Context, Method, Policy
+from nextscale.methods.base import Context, Method, Policy, ScalePlan
 from nextscale.methods.naming import format_method
 from nextscale.progress import bar
 from nextscale.runtime.eager import Eager
+from nextscale.runtime.graphs import filled_up
+from nextscale.schedule import Scale
 
 if TYPE_CHECKING:
     from nextscale.pipeline import Pipeline
@@ -32,10 +34,19 @@ class Rehearsal(Method):
 
     like: Method | None = None
     number: int = 0
+    rests: bool = False  # the last picture, from the first scale on
 
     def start(self, context: Context) -> Policy:
         policy = Policy(context) if self.like is None else self.like.begin(context)
         policy.rehearse(self.number)
+        if self.rests:
+            begin = policy.begin_scale
+
+            def begin_scale(scale: Scale) -> ScalePlan:
+                plan = begin(scale)
+                return plan._replace(actions=(*plan.actions[: context.images - 1], "stop"))
+
+            policy.begin_scale = begin_scale  # type: ignore[method-assign]
         return policy
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,8 +84,10 @@ def warm_up(
     chosen = [check_method(m) for m in read_list(methods, "methods", "a list of methods")]
     numbers = [read_count(n, "batches", 1) for n in read_list(batches, "batches", "a list of whole numbers")]
     found = [read_size(size) for size in read_list(sizes, "sizes", "a list of sizes")]
+    if pipe.executor.rests(pipe.backbone):
+        numbers = [filled_up(n) for n in numbers]
     texts = lengths_of_texts(pipe, read_count(text_tokens, "text_tokens", 1))
-    shapes = [Shape(*shape) for shape in itertools.product(found, chosen, numbers, texts)]
+    shapes = [Shape(*shape) for shape in itertools.product(found, chosen, dict.fromkeys(numbers), texts)]
     # The largest first: what it needs is room enough for the others.
     shapes.sort(key=lambda s: (s.images * pipe.schedule(**s.size).tokens, s.method is None), reverse=True)
     if pipe.device.type == "cpu" and type(pipe.executor) is Eager:  # nothing is compiled or captured there
@@ -99,8 +112,10 @@ def rehearse(pipe: Pipeline, shape: Shape, watched: bool, options: dict[str, Any
         schedule = pipe.schedule(**shape.size)
         context = pipe.context(shape.images, schedule, pipe.sampling(len(schedule), options.get("guidance_scale")))
         calls = shape.method.begin(context).rehearsals
-    for number in range(calls):
-        made = pipe(method=Rehearsal(shape.method, number), **more)
+    # Some rows rest where a batch is filled up, or a picture stops or loses guidance before the others.
+    resting = [False, True] if shape.images > 1 and pipe.executor.rests(pipe.backbone) else [False]
+    for rests, number in itertools.product(resting, range(calls)):
+        made = pipe(method=Rehearsal(shape.method, number, rests), **more)
         if made.trace.to_dict()["runtime"] != pipe.executor.name:  # made all the same, but nothing was kept
             smaller = "a smaller size" + (f" or {shape.images // 2} at once" if shape.images > 1 else "")
             raise NextscaleError(f"the GPU's memory is too small to keep graphs for {shape}; allowed: {smaller}")

@@ -13,17 +13,20 @@ BLOCK = 512
 def fused_combine(rows: Tensor, images: int, weight: float | Tensor, by: float | Tensor) -> Tensor:
     """weight * conditional + (1 - weight) * unconditional rows, each multiplied with `by` before, [B, N, d, 2].
 
-    Numbers may lie on the device, in float64; a weight there may also be 1, which leaves the conditional rows alone.
+    Numbers may lie on the device, in float64. A weight there may be 1, which leaves the conditional rows alone, and
+    every image may have its own.
     """
     rows = rows.contiguous()
     out = torch.empty_like(rows[:images])
     count = out.numel()
     # Products and sums are rounded one by one, as torch does.
     weight_told, by_told = isinstance(weight, Tensor), isinstance(by, Tensor)
+    own = isinstance(weight, Tensor) and weight.ndim
     _combine[(triton.cdiv(count, BLOCK),)](
         rows,
         out,
         count,
+        count // images if own else count,
         weight,
         0.0 if weight_told else 1 - weight,
         by,
@@ -62,11 +65,12 @@ def fused_entropy(logits: Tensor, unit: str) -> Tensor:
     return entropy
 
 
-@triton.jit(do_not_specialize=["count", "weight", "rest", "by"])
+@triton.jit(do_not_specialize=["count", "each", "weight", "rest", "by"])
 def _combine(
     rows_at,
     out_at,
     count,
+    each,
     weight,
     rest,
     by,
@@ -84,7 +88,7 @@ def _combine(
     else:
         conditional, unconditional = conditional * by, unconditional * by
     if WEIGHT_TOLD:
-        share = tl.load(weight)
+        share = tl.load(weight + place // each, mask=real, other=1.0)
         mixed = share.to(tl.float32) * conditional + (1.0 - share).to(tl.float32) * unconditional
         mixed = tl.where(share == 1.0, conditional, mixed)
     else:

@@ -205,7 +205,7 @@ class Policy:
         """See what came out: x [R, N, C], the logits of every row, and the guided logits."""
 
     def report(self, stats: Stats) -> dict[str, Tensor]:
-        """What the host will want to know of this scale."""
+        """What the host will want to know of this scale: tensors with an entry for every image at work."""
         return {}
 
     def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:

@@ -114,8 +114,12 @@ def check_completed(policy: Policy, completed: Any, x: Tensor, images: int) -> N
         raise wrong(policy, "complete", f"returned the weight {shown(weight)}; allowed: {allowed}")
 
 
-def check_report(policy: Policy, report: Any) -> None:
+def check_report(policy: Policy, report: Any, images: int) -> None:
     if not isinstance(report, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in report.items()
     ):
         raise wrong(policy, "report", f"must return a dict of tensors by name, not {shown(report)}")
+    for name, value in report.items():
+        if not value.ndim or len(value) != images:
+            found = f"returned {name!r} as {shown(value)}; allowed: an entry for each of {images} images"
+            raise wrong(policy, "report", found)

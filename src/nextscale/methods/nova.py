@@ -283,7 +283,7 @@ class NOVAPolicy(CachedPolicy):
     def report(self, stats: Stats) -> dict[str, Tensor]:
         if self.notes is None:
             return {"entropy": self.entropy}
-        return {"entropy": self.entropy, "layers": self.notes}
+        return {"entropy": self.entropy, "layers": self.notes.movedim(-1, 0)}
 
     def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
         self.pending.append((stats.scale, stats.rows.which, report))
@@ -308,7 +308,7 @@ class NOVAPolicy(CachedPolicy):
         if t in self.noted and image in self.noted[t][0]:
             images, report = self.noted[t]
             notes = report["layers"]
-            layer_entropy, layer_ratio = (tuple(notes[:, n, images.index(image)].tolist()) for n in (MEAN, RATIO))
+            layer_entropy, layer_ratio = (tuple(notes[images.index(image), :, n].tolist()) for n in (MEAN, RATIO))
         return Decision(
             entropy=g.entropy.get(t),
             growth=g.growth(t),

@@ -33,6 +33,10 @@ class Selection:
         """Of the first rows alone."""
         return Selection(self.index[:rows], self.count[:rows])
 
+    def only(self, rows: Tensor) -> Selection:
+        """Without those of the rows that are False in [R]."""
+        return Selection(self.index, self.count * rows)
+
     def spread(self, rows: Rows) -> Selection:
         """That of every image, for all its rows."""
         return Selection(rows.spread(self.index), rows.spread(self.count))
@@ -158,6 +162,9 @@ class Packed(Selection):
         counts = None if self.counts is None else self.counts[:rows]
         return Packed(self.cell, self.start[: rows + 1], self.slot[:rows], counts)
 
+    def only(self, rows: Tensor) -> Packed:
+        return Packed.of_mask((self.slot >= 0) & rows[:, None])
+
     def spread(self, rows: Rows) -> Packed:
         return Packed.of_mask(rows.spread(self.slot >= 0))
 
@@ -201,6 +208,12 @@ def for_rows(rows: Rows, keep: Callable[..., Selection]) -> Selection:
     if not rows.unconditional or rows.unconditional == rows.which:
         return keep(copies=2 if rows.unconditional else 1)
     return keep(copies=1).spread(rows)
+
+
+def every_token(x: Tensor, rows: Tensor) -> Selection:
+    """Of x [R, N, C], in the rows that are True in [R]."""
+    index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+    return Selection(index, torch.full((len(x),), x.shape[1], device=x.device)).only(rows)
 
 
 def gather(x: Tensor, chosen: Selection | None) -> Tensor:

@@ -19,7 +19,7 @@ from nextscale.tokenizers.base import ImageTokenizer
 # Of the 3 taps of a convolution over a doubled line, those that fall on one cell: row k is tap k of the 4 taps of a
 # transposed convolution of stride 2.
 TAPS = ((0, 0, 1), (0, 1, 1), (1, 1, 0), (1, 0, 0))
-AT_ONCE = 2**22  # cells of the largest maps: more of them are no faster, and take memory
+AT_ONCE = 2**20  # cells of the largest maps: more of them are no faster, and take memory
 
 
 def doubled(weight: Tensor) -> Tensor:
@@ -27,6 +27,12 @@ def doubled(weight: Tensor) -> Tensor:
     taps = torch.tensor(TAPS, dtype=torch.float64, device=weight.device)
     result = torch.einsum("ku,oiuv,lv->iokl", taps, weight.double(), taps).to(weight.dtype)
     return result.contiguous(memory_format=torch.channels_last)
+
+
+def pictures_at_once(decoder: Decoder, z: Tensor) -> int:
+    """Of maps like these."""
+    enlarged = sum(level.upsample is not None for level in decoder.up)
+    return max(AT_ONCE // (z.shape[2] * z.shape[3] * 4**enlarged), 1)
 
 
 class GPUDecoder:
@@ -56,7 +62,7 @@ class GPUDecoder:
 
     def __call__(self, z: Tensor) -> Tensor:
         tf32 = torch.backends.cudnn.allow_tf32
-        pictures = max(AT_ONCE // (z.shape[2] * z.shape[3] * 4 ** len(self.enlarging)), 1)
+        pictures = pictures_at_once(self.decoder, z)
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=tf32):
             made = [self.run(some) for some in z.split(pictures)]
         return made[0] if len(made) == 1 else torch.cat(made)

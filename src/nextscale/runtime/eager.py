@@ -17,13 +17,14 @@ from nextscale.entropy import token_entropy
 from nextscale.errors import NextscaleError
 from nextscale.guidance import Number, combine, combine_inside
 from nextscale.kernels.lens import Lens, looks
+from nextscale.kernels.restore import fused_put, puts
 from nextscale.kv import LayerCache, Memory, WatchedCache, count_lengths
 from nextscale.methods.base import Numbers, Policy, ScalePlan, Stats
 from nextscale.methods.checks import check_completed, check_report, check_selection, check_states
-from nextscale.methods.selection import Packed, Selection
+from nextscale.methods.selection import Packed, Selection, every_token, scatter
 from nextscale.models.base import Backbone, takes_packed, through
 from nextscale.models.stream import Stream
-from nextscale.run import Rows, Run, not_finite
+from nextscale.run import Rows, Run, not_finite, places_of
 from nextscale.sampling import Sampling, ScaleNumbers, sample
 from nextscale.schedule import Scale, Schedule
 from nextscale.tokenizers.base import ImageTokenizer
@@ -55,12 +56,19 @@ class Task:
     scale: Scale
     plan: ScalePlan
     rows: Rows
-    state: Any  # of these rows
+    placed: Rows  # all that have a place in caches and state
+    state: Any  # of those
+    returns: bool = False  # somebody who rests will run later scales
+
+    @functools.cached_property
+    def places(self) -> Tensor | None:
+        """Those of the rows; None = all that there are."""
+        return None if self.rows == self.placed else places_of(self.rows, self.placed)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a scale made of the images that ran it."""
+    """What a scale made of the images that ran it; maps and tokens may be those of all images."""
 
     features: Tensor  # [b, d, H, W]
     tokens: Tensor  # [b, N] indices or [b, N, d] bits
@@ -136,15 +144,37 @@ class Eager:
         """Of the settings, as the code of this scale reads them."""
         return work.sampling.numbers(scale.index)
 
+    def at_work(self) -> Tensor | None:
+        """[R], False for rows of the task that rest, where only the device knows which; None: all work."""
+        return None
+
+    def rests(self, backbone: Backbone) -> bool:
+        """Whether there are captured scales, in which rows may rest."""
+        return False
+
+    def places(self, images: int, backbone: Backbone, draws: Draws, forced: Sequence[Tensor]) -> int:
+        """For how many pictures a call of so many is made."""
+        return images
+
     def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
-        """From the maps so far [b, d, H, W] of the images that run to those with this scale in them."""
+        """From the maps so far [B, d, H, W] to those with this scale in them."""
         backbone, tokenizer, sampling, policy = work.backbone, work.tokenizer, work.sampling, work.policy
         scale, rows, state = task.scale, task.rows, task.state
+        places = None if task.places is None else task.places.to(backbone.device)
+        for cache in kv:
+            cache.active = places
+        if places is not None:
+            state = state.take(places)
+        if rows.images < len(features):
+            features = features[list(rows.which)]
+        at_work = self.at_work()
         numbers = self.numbers(work, scale)
         weight = numbers.weight
+        if at_work is not None and rows.unconditional:  # of every image: 1 where its unconditional row rests
+            weight = torch.where(at_work[rows.images :], weight, 1.0)
         before = rows.spread(tokenizer.inputs(features, scale)) if scale.index else None
         x = backbone.embed(state, before, scale)
-        x, stats = self.run_blocks(work, task, x, kv, weight)
+        x, stats = self.run_blocks(work, task, state, x, kv, weight, at_work)
         completed = policy.complete(x, stats)
         check_completed(policy, completed, x, rows.images)
         x, cell_weight = completed
@@ -159,7 +189,7 @@ class Eager:
             raise NextscaleError(f"{error}, or {policy.name} made such values") from None
         policy.end_scale(x, raw, logits, stats)
         report = policy.report(stats)
-        check_report(policy, report)
+        check_report(policy, report, rows.images)
         self.told(report)
         target = work.forced[scale.index][list(rows.which)] if scale.index < len(work.forced) else None
         drawn = sample(logits, scale, sampling, numbers, work.draws, rows.which, tokenizer, target)
@@ -167,15 +197,26 @@ class Eager:
         if scale.index == len(work.schedule) - 1:
             codes = backbone.finish(state, x, drawn, tokenizer, rows, weight, work.draws)
         codes = codes if cell_weight is None else codes * cell_weight[..., None]
-        features = tokenizer.add(features, codes, scale, work.schedule)
-        return Step(features, drawn.tokens, logits, raw, x, stats, report)
+        new, tokens = tokenizer.add(features, codes, scale, work.schedule), drawn.tokens
+        if at_work is not None:
+            own = at_work[: rows.images]
+            new = torch.where(own.view(-1, *(1,) * (new.ndim - 1)), new, features)
+            tokens = torch.where(own.view(-1, *(1,) * (tokens.ndim - 1)), tokens, -1)
+        return Step(new, tokens, logits, raw, x, stats, report)
 
     def run_blocks(
-        self, work: Work, task: Task, x: Tensor, kv: Sequence[LayerCache], weight: Number
+        self,
+        work: Work,
+        task: Task,
+        state: Any,
+        x: Tensor,
+        kv: Sequence[LayerCache],
+        weight: Number,
+        at_work: Tensor | None,
     ) -> tuple[Tensor, Stats]:
         """x [R, N, C] through all blocks; guidance of this `weight` is also applied after some of them."""
         backbone, policy = work.backbone, work.policy
-        scale, plan, rows, state = task.scale, task.plan, task.rows, task.state
+        scale, plan, rows = task.scale, task.plan, task.rows
 
         def lens(hidden: Tensor, guided: bool, codes: Tensor | None = None) -> Tensor:
             """The model's own head on a state between two layers."""
@@ -190,6 +231,7 @@ class Eager:
         # Context tokens stand in front of the first scale: they are always computed, and methods do not see them.
         stats.context = before = x.shape[1] - scale.tokens
         stream = Stream(x)
+        everyone = None if at_work is None else self.laid_out(every_token(x, at_work), backbone, x.shape[1])
         for layer, block in enumerate(backbone.blocks):
             given = backbone.given(state, layer)
             memory: Memory = kv[layer]
@@ -197,27 +239,34 @@ class Eager:
                 memory = WatchedCache(kv[layer], rows.images)
             taken: dict[str, Selection | None] = {}
             for group in plan.groups:
-                if not plan.looks:  # nobody asks for the sum between two layers
+                if not plan.looks and at_work is None:  # nobody asks for the sum between two layers
                     self.through(block, group, stream, given, positions, memory)
                     taken.update(dict.fromkeys(group))
                     continue
                 x = stream.sum
-                chosen = policy.select(layer, group, x[:, before:], stats)
-                through = None
+                chosen = policy.select(layer, group, x[:, before:], stats) if plan.looks else None
                 if chosen is not None:
                     check_selection(policy, chosen, x[:, before:])
-                    chosen = self.laid_out(chosen, backbone, scale.tokens)
+                    chosen = self.laid_out(chosen if at_work is None else chosen.only(at_work), backbone, scale.tokens)
+                through = everyone
+                if chosen is not None:
                     through = chosen.behind(before)
+                    if before and at_work is not None:
+                        through = through.only(at_work)
                 stream = Stream(x, through)
-                with nullcontext() if chosen is None else fresh_shapes(x.device):
+                with nullcontext() if through is None else fresh_shapes(x.device):
                     self.through(block, group, stream, given, positions, memory, through)
                 taken.update(dict.fromkeys(group, chosen))
+                if chosen is None and everyone is not None:  # who rests stays as it was
+                    stream = Stream(put(x, everyone, stream))
+                    if not plan.looks:
+                        continue
                 if not before:
                     filled = policy.fill_stream(layer, group, x, chosen, stream, stats)
                     check_states(policy, "fill", filled, x)
                     stream = Stream(filled)
                     continue
-                y = stream.sum if not isinstance(through, Packed) else through.padded(stream.sum)
+                y = stream.sum if not isinstance(stream.chosen, Packed) else stream.chosen.padded(stream.sum)
                 filled = policy.fill(layer, group, x[:, before:], chosen, y[:, before:], stats)
                 check_states(policy, "fill", filled, x[:, before:])
                 stream = Stream(torch.cat((y[:, :before], filled), dim=1))
@@ -236,3 +285,10 @@ class Eager:
         """Bad numbers would otherwise end as noise, or as a failed assertion of the sampler."""
         if not torch.isfinite(logits).all():
             raise not_finite(bool(torch.isfinite(raw).all()), scale, backbone)
+
+
+def put(x: Tensor, chosen: Selection, stream: Stream) -> Tensor:
+    """x [R, N, C] with the chosen tokens' stream in its places."""
+    if isinstance(chosen, Packed) and puts(x):
+        return fused_put(x.clone(), chosen, stream)  # a policy may ask what x was
+    return scatter(x, chosen, chosen.padded(stream.sum) if isinstance(chosen, Packed) else stream.sum)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import nextscale
-from nextscale.draws import PerImageDraws
+from nextscale.draws import Draws, PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.base import Stats
 from nextscale.models.base import Backbone, takes_packed
@@ -31,7 +31,7 @@ from nextscale.offload import set_aside
 from nextscale.packing import pack
 from nextscale.pages import PagedCache
 from nextscale.run import Run, not_finite
-from nextscale.runtime.decoder import FastDecode
+from nextscale.runtime.decoder import FastDecode, pictures_at_once
 from nextscale.runtime.eager import Eager, Step, Task, Work
 from nextscale.runtime.ground import Ground
 from nextscale.runtime.program import Inputs, Program
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 # Layers behind which a graph is cut: the first pieces are short, and hide how long the rest takes to launch.
 CUTS = (1, 5)
+BATCHES = (1, 2, 4, 8)  # pictures of a call, filled up with rows that rest; more of them in multiples of the last
 MAX_PROGRAMS = 32  # shapes of calls whose graphs are kept
 MIN_FREE = 0.25  # of the device's memory: with less, only the newest are
 
@@ -91,8 +92,8 @@ class Graphs(Eager):
             pack(large_parts(work.backbone))
             run = super().open(work, inputs, images, guided)
             self.ground = self.ground or Ground(work.backbone.device)
-            if run.features.is_cuda and (work.tokenizer, run.features.shape) not in self.decoders:
-                self.record_decoder(work.tokenizer, run.features)  # first, for caches will lie where it works
+            if run.features.is_cuda:
+                self.record_decoders(work.tokenizer, run.features)  # first, for caches will lie where they work
             self.program = Program(work, inputs, run, self.ground)
             self.program.beginning = self.record_state(work, self.program)
         self.programs[key] = self.program
@@ -131,13 +132,12 @@ class Graphs(Eager):
         return ScaleNumbers(*self.program.settings[scale.index].unbind())
 
     def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
-        program, scale, plan = self.program, task.scale, task.plan
-        some = program is not None and program.misses(task.rows, kv)
-        # What a method remembers of pictures that rest lies anywhere: from then on nothing can be captured.
-        self.apart |= some and not work.policy.passive
-        if self.reason or program is None or some or self.apart:
+        program, scale, plan, rests = self.program, task.scale, task.plan, task.rows != task.placed
+        # What a method remembers of a picture that leaves out a scale has another grid than the others have.
+        self.apart |= task.returns and not work.policy.passive
+        if self.reason or program is None or self.apart or (rests and not self.rests(work.backbone)):
             self.state = None
-            if program is not None:  # some pictures rest, or the method waits: what was told lies in its places
+            if program is not None:  # what was told lies in its places
                 program.numbers.put(scale.index)
                 program.numbers.fetch(scale.index)
             leave_pages(kv)
@@ -146,17 +146,19 @@ class Graphs(Eager):
             program.features.copy_(features)
         program.draws.refill(scale.index, range(len(features)))
         program.numbers.put(scale.index)
+        if rests:
+            program.rest(task)
         before = scale.start + (work.backbone.context if scale.index else 0)
         for cache in kv:
             if cache.used < before:  # some tokens were left out: how long rows are, the device knows
                 cache.used, cache.length = before, cache.length_place
         if program.pages is not None and not ends(work, task):
             new = tokens_of(work, scale)
-            self.grown += program.pages.provide(new, before + new, len(kv[0].k), self.pages_taken)
+            self.grown += program.pages.provide(new, before + new, len(task.rows.all), self.pages_taken)
         state = program.state() if self.state is None else self.state
         told = tuple(program.numbers.told)
-        any_ = (work.watched, scale.index, task.rows, plan.variant, plan.needs, state, told)
-        # Where every layer leaves tokens out, only the device knows how much of the caches is used.
+        any_ = (work.watched, scale.index, task.placed, rests, plan.variant, plan.needs, state, told)
+        # Where every layer leaves tokens out, or somebody rests, only the device knows how much of the caches is used.
         key = (*any_, tuple((cache.used, cache.length is None) for cache in kv))
         captured = program.graphs.get(any_) or program.graphs.get(key)
         if captured is None:
@@ -167,7 +169,7 @@ class Graphs(Eager):
                 logger.warning("%s %s, so its scales are not captured", work.policy.name or "the method", waiting)
                 leave_pages(kv)
                 return super().run_scale(work, task, features, kv)
-            program.graphs[any_ if captured.made.chosen.everywhere else key] = captured
+            program.graphs[any_ if rests or captured.made.chosen.everywhere else key] = captured
         self.ran.append((scale, captured))
         return self.replay(program, work, task, kv, captured)
 
@@ -185,10 +187,15 @@ class Graphs(Eager):
             cache.used += tokens_of(work, scale)
             cache.length = None if level else cache.length_place
         self.state = made.state
-        self.reports.append(Report(made.told, captured.graph.wait))
-        chosen, before = made.chosen.copied(), made.step.stats
+        places = task.places
+        self.reports.append(Report(made.told, captured.graph.wait, None if places is None else task.rows.which))
+        chosen, before, step = made.chosen.copied(places), made.step.stats, made.step
+        if places is not None and work.watched:
+            at = places.to(step.raw.device)
+            logits = step.logits[at[: task.rows.images]]
+            step = dataclasses.replace(step, logits=logits, raw=step.raw[at], hidden=step.hidden[at])
         return dataclasses.replace(
-            made.step,
+            step,
             features=program.features.clone() if work.watched else program.features,
             tokens=program.tokens[scale.index],
             stats=Stats(scale, task.rows, before.lens, chosen, context=before.context),
@@ -197,6 +204,7 @@ class Graphs(Eager):
 
     def capture(self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache]) -> Captured:
         kv = [copy.copy(cache) for cache in kv]
+        rests, task = task.rows != task.placed, dataclasses.replace(task, rows=task.placed)  # all, whoever rests
         if ends(work, task):
             k, v = (t[: len(kv[0].k)] for t in program.tail)
             for cache in kv:
@@ -212,7 +220,7 @@ class Graphs(Eager):
             for cache, length in zip(kv, lengths, strict=True):
                 cache.used, cache.length = used, length
             taken = None if program.pages is None else program.pages.taken[-1:]
-            self.capturing = Capturing(pieces, told, taken)
+            self.capturing = Capturing(pieces, told, taken, at_work=program.at_work(task) if rests else None)
             try:
                 step = super(Graphs, self).run_scale(work, task, program.features, kv)
                 told = self.capturing.told
@@ -264,6 +272,18 @@ class Graphs(Eager):
     def is_capturing(self) -> bool:
         return self.capturing is not None
 
+    def at_work(self) -> Tensor | None:
+        return None if self.capturing is None else self.capturing.at_work
+
+    def rests(self, backbone: Backbone) -> bool:
+        return takes_packed(backbone) or backbone.device.type == "cpu"  # where captures are emulated
+
+    def places(self, images: int, backbone: Backbone, draws: Draws, forced: Sequence[Tensor]) -> int:
+        """Batches of nearly the same size share their graphs: rows that are too many rest."""
+        if not isinstance(draws, PerImageDraws) or forced or not self.rests(backbone):
+            return images
+        return filled_up(images)
+
     def layer_done(self, layer: int) -> None:
         if self.capturing is not None and self.capturing.pieces is not None and layer in CUTS:
             self.capturing.pieces.cut()
@@ -280,17 +300,29 @@ class Graphs(Eager):
             self.capturing.tell(report)
 
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
-        found = self.decoders.get((tokenizer, features.shape))
-        if found is None:
-            return self.fast_decode(tokenizer, features)
-        graph, place, pictures = found
-        with torch.inference_mode():
-            place.copy_(features)
-            graph.replay()
-        return pictures.clone()
+        """As many pictures at a time as there is a graph for."""
+        made = []
+        while len(features):
+            sizes = [n for n in powers_of_two(len(features)) if (tokenizer, (n, *features.shape[1:])) in self.decoders]
+            if not sizes:
+                made.append(self.fast_decode(tokenizer, features))
+                break
+            graph, place, pictures = self.decoders[tokenizer, (sizes[-1], *features.shape[1:])]
+            with torch.inference_mode():
+                place.copy_(features[: sizes[-1]])
+                graph.replay()
+            made.append(pictures.clone())
+            features = features[sizes[-1] :]
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+    def record_decoders(self, tokenizer: ImageTokenizer, features: Tensor) -> None:
+        """For 1, 2, 4, ... maps like these, so that they add up to any number of pictures."""
+        for n in powers_of_two(min(len(features), pictures_at_once(tokenizer.decoder, features))):
+            if (tokenizer, (n, *features.shape[1:])) not in self.decoders:
+                self.record_decoder(tokenizer, features[:n])
 
     def record_decoder(self, tokenizer: ImageTokenizer, features: Tensor) -> None:
-        """For maps like these: a graph, the maps it reads, the pictures it makes."""
+        """For so many maps like these: a graph, the maps it reads, the pictures it makes."""
         place = torch.zeros_like(features)
         pictures = self.fast_decode(tokenizer, place)  # measures, loads
         torch.cuda.synchronize()
@@ -299,7 +331,7 @@ class Graphs(Eager):
             with graph.capturing():
                 pictures.copy_(self.fast_decode(tokenizer, place))
         torch.cuda.synchronize()
-        self.decoders[tokenizer, features.shape] = graph, place, pictures
+        self.decoders[tokenizer, tuple(features.shape)] = graph, place, pictures
 
     def check(self, backbone: Backbone) -> None:
         for scale, captured in self.ran:
@@ -333,6 +365,14 @@ def require_no_wait(run: Callable[..., Recorded], program: Program, remembered: 
             torch.cuda.synchronize()
             program.go_back()
             program.memory.remember(remembered)
+
+
+def powers_of_two(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length())]
+
+
+def filled_up(images: int) -> int:
+    return next((n for n in BATCHES if n >= images), -(-images // BATCHES[-1]) * BATCHES[-1])
 
 
 def is_scarce(device: torch.device) -> bool:

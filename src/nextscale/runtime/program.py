@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from nextscale.methods.numbers import FetchedNumbers
 from nextscale.methods.residual import Places, TokenCaches
 from nextscale.models.base import takes_packed
 from nextscale.pages import PAGE, PagedCache, Pages
-from nextscale.run import Rows, Run
-from nextscale.runtime.eager import Work
+from nextscale.run import Run
+from nextscale.runtime.eager import Task, Work
 from nextscale.runtime.ground import Ground
 from nextscale.runtime.recorded import Captured
 
@@ -45,7 +44,6 @@ class Program:
             self.pages = Pages(len(run.kv), rows, page, room, dtype, self.features.device, take)
         else:
             self.kv = [tuple(take((2, rows, heads, room, width), dtype)) for _ in run.kv]
-        self.place = 0  # of the first layer's cache
         self.lengths = torch.zeros(len(run.kv), rows, dtype=torch.long, device=self.features.device)
         self.changed = self.features, self.lengths, *(() if self.pages is None else (self.pages.taken,))  # by a scale
         self.before = [now.clone() for now in self.changed]
@@ -57,6 +55,7 @@ class Program:
         self.memory = TokenCaches(Places(work.schedule, take))
         self.states: dict[frozenset[Any], int] = {}
         self.numbers = FetchedNumbers(len(work.schedule))
+        self.resting = FetchedNumbers(len(work.schedule))  # which rows do not
         self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
         self.graphs: dict[tuple[Any, ...], Captured] = {}  # of scales
         stream = rows * max(s.tokens for s in work.schedule) * work.backbone.width * 4  # bytes of the largest
@@ -78,9 +77,7 @@ class Program:
         self.numbers.begin()
         work.policy.memory, work.policy.numbers = self.memory, self.numbers
         self.all_tokens.fill_(-1)
-        kv = self.caches()
-        self.place = kv[0].place
-        return Run(work.backbone, state, self.features, work.schedule, guided, kv, self.tokens)
+        return Run(work.backbone, state, self.features, work.schedule, guided, self.caches(), self.tokens, stays=True)
 
     def caches(self) -> list[LayerCache]:
         """Empty ones."""
@@ -89,10 +86,17 @@ class Program:
         self.pages.begin()
         return [PagedCache(self.pages, layer, length) for layer, length in enumerate(self.lengths)]
 
-    def misses(self, rows: Rows, kv: Sequence[LayerCache]) -> bool:
-        """Whether pictures rest, or rows between others have left: then nothing lies where a graph would look."""
-        moved = kv[0].place != self.place
-        return rows.images < len(self.features) or rows.guided is not None or moved
+    def rest(self, task: Task) -> None:
+        """Tell the scale which rows do not."""
+        working = {*(task.places.tolist() if task.places is not None else range(len(task.placed.all)))}
+        rows = [float(row in working) for row in range(len(self.lengths[0]))]
+        self.resting.tell("rows", rows, self.features.device)
+        self.resting.put(task.scale.index)
+
+    def at_work(self, task: Task) -> Tensor:
+        """[R], on the device."""
+        self.resting.fetch(task.scale.index)
+        return self.resting["rows"][: len(task.placed.all)] > 0
 
     def state(self) -> int:
         """A number for where all that the method remembers lies: a graph reads it there."""

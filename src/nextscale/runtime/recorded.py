@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,20 +62,22 @@ class Chosen:
         """Whether every layer selects its tokens."""
         return all(n is not None for parts in self.which for n in parts.values())
 
-    def copied(self) -> Kept:
-        """For the trace, which must outlive the next replay."""
-        return Kept(self if self.masks is None else replace(self, masks=self.masks.clone()))
+    def copied(self, places: Tensor | None) -> Kept:
+        """For the trace, which must outlive the next replay; of the rows at these places alone."""
+        return Kept(self if self.masks is None else replace(self, masks=self.masks.clone()), places)
 
 
 class Kept(Choices):
     """The selections of every layer and part; None = all tokens. Hundreds of tensors, made when somebody looks."""
 
-    def __init__(self, chosen: Chosen) -> None:
-        self.chosen = chosen
+    def __init__(self, chosen: Chosen, places: Tensor | None = None) -> None:
+        self.chosen, self.places = chosen, places
 
     @functools.cached_property
     def layers(self) -> list[dict[str, Selection | None]]:
         masks = self.chosen.masks
+        if masks is not None and self.places is not None:
+            masks = masks[:, self.places.to(masks.device)]
         made = [] if masks is None else [Packed.of_mask(mask) for mask in masks]
         return [{p: None if n is None else made[n] for p, n in parts.items()} for parts in self.chosen.which]
 
@@ -148,6 +150,7 @@ class Capturing:
     told: Told | None  # made at the first run: its memory has to be there before anything is captured
     pages: Tensor | None = None  # of the KV caches: how many are taken, [1]
     largest: Tensor | None = None  # logits
+    at_work: Tensor | None = None  # [R], if some rows rest
 
     def tell(self, report: dict[str, Tensor]) -> None:
         assert self.largest is not None
@@ -185,8 +188,10 @@ class Told:
 class Report(Mapping[str, Numbers]):
     """What one replay reports. Whoever asks for a number waits for it."""
 
-    def __init__(self, told: Told, wait: Callable[[], None]) -> None:
+    def __init__(self, told: Told, wait: Callable[[], None], images: Sequence[int] | None = None) -> None:
+        """Of these images alone; None = all of them."""
         self.source: tuple[Told, Callable[[], None]] | None = told, wait  # until it has been read
+        self.images = None if images is None else list(images)
         self.long = {name: part.clone() for name, part in told.long.items()}
         self.places = told.places
         self.names = (*self.places, *self.long)
@@ -200,9 +205,11 @@ class Report(Mapping[str, Numbers]):
 
     def __getitem__(self, name: str) -> Numbers:
         if name in self.long:
-            return self.long[name]
-        place, shape = self.places[name]
-        return self.read()[place].reshape(shape)
+            found: Numbers = self.long[name]
+        else:
+            place, shape = self.places[name]
+            found = self.read()[place].reshape(shape)
+        return found if self.images is None else found[self.images]
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
