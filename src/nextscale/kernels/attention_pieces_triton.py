@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from nextscale.kernels.fp8_triton import as_read, by_eights
+from nextscale.kernels.pages_triton import page
 
 FEW, SOME = 128, 400  # keys that are worth a program while processors are idle, and while each has but one
 MOST = 4  # programs that share the keys
@@ -59,12 +60,19 @@ def place_of_part(part, before, start_at, each):
 
 
 @triton.jit
+def of_block(begin, at, place, PAGED: tl.constexpr):
+    """Where a block of keys lies: `place` is the same in all pages, or a pointer that moves on."""
+    return begin + at + place if PAGED else place
+
+
+@triton.jit
 def walk(
     q,
     k_at,
     v_at,
     k_token,
     v_token,
+    table_at,
     keys,
     scale,
     top,
@@ -76,20 +84,28 @@ def walk(
     WIDTH: tl.constexpr,
     ENTROPY: tl.constexpr,
     SHARED: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Over the keys of a row and head, or over a share of them."""
+    """Over the keys of a row and head, or over a share of them. They may lie in pages of BLOCK_K."""
     first = 0
     if SHARED:
         each = tl.cdiv(tl.cdiv(keys, BLOCK_K), shares) * BLOCK_K
         first = share * each
         keys = tl.minimum(keys, first + each)
     channel, other = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK_K)
-    k_place = k_at + other[None, :] * k_token + channel[:, None]
-    v_place = v_at + other[:, None] * v_token + channel[None, :]
+    at = 0  # of a page
+    if PAGED:
+        number = first // BLOCK_K
+        at = page(table_at, number, first < keys)
+        k_place = tl.arange(0, BLOCK_K)[None, :] * WIDTH + channel[:, None]
+        v_place = tl.arange(0, BLOCK_K)[:, None] * WIDTH + channel[None, :]
+    else:
+        k_place = k_at + other[None, :] * k_token + channel[:, None]
+        v_place = v_at + other[:, None] * v_token + channel[None, :]
     whole = tl.maximum(keys - first, 0) // BLOCK_K * BLOCK_K
     for _ in tl.range(0, whole, BLOCK_K):
-        k = tl.load(k_place)
+        k = tl.load(of_block(k_at, at, k_place, PAGED))
         s = tl.dot(q, k)
         higher = tl.maximum(top, tl.max(s, 1) * scale)
         below = s * scale - higher[:, None]
@@ -98,15 +114,20 @@ def walk(
         if ENTROPY:
             weighted = (weighted + total * (top - higher)) * fade + tl.sum(p * below, 1)
         total = total * fade + tl.sum(p, 1)
-        v = tl.load(v_place)
+        v = tl.load(of_block(v_at, at, v_place, PAGED))
         seen = tl.dot(p.to(v.dtype), v, seen * fade[:, None])
         top = higher
-        k_place += BLOCK_K * k_token
-        v_place += BLOCK_K * v_token
+        if PAGED:  # a round early: else a fetch of keys would wait for it, and come too late
+            number += 1
+            at = page(table_at, number, number * BLOCK_K < keys)
+        else:
+            k_place += BLOCK_K * k_token
+            v_place += BLOCK_K * v_token
     if first + whole < keys:
         visible = whole + other < keys
-        k = tl.load(k_place, mask=visible[None, :], other=0.0)
-        v = tl.load(v_place, mask=visible[:, None], other=0.0)  # early: both are waited for at once
+        k = tl.load(of_block(k_at, at, k_place, PAGED), mask=visible[None, :], other=0.0)
+        # Early: both are waited for at once.
+        v = tl.load(of_block(v_at, at, v_place, PAGED), mask=visible[:, None], other=0.0)
         s = tl.where(visible[None, :], tl.dot(q, k) * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         below = s - higher[:, None]
@@ -128,6 +149,7 @@ def look(
     v_at,
     k_token,
     v_token,
+    table_at,
     keys,
     tail_k_at,
     tail_v_at,
@@ -140,6 +162,7 @@ def look(
     TAIL: tl.constexpr,
     ENTROPY: tl.constexpr,
     SHARED: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -154,6 +177,7 @@ def look(
         v_at,
         k_token,
         v_token,
+        table_at,
         keys,
         scale,
         top,
@@ -165,6 +189,7 @@ def look(
         WIDTH,
         ENTROPY,
         SHARED,
+        PAGED,
         BLOCK_K,
     )
     if TAIL:
@@ -174,6 +199,7 @@ def look(
             tail_v_at,
             tail_token,
             tail_token,
+            table_at,
             more,
             scale,
             top,
@@ -185,6 +211,7 @@ def look(
             WIDTH,
             ENTROPY,
             SHARED,
+            False,
             BLOCK_K,
         )
     return top, total, weighted, seen

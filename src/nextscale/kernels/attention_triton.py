@@ -26,6 +26,7 @@ from nextscale.kernels.processors import processors
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed
+    from nextscale.pages import LayerPages
 
 JOINED = 4  # queries of a program that puts shares together
 
@@ -36,14 +37,16 @@ def fused(
     v: Tensor,
     scale: float,
     length: Tensor | None = None,
-    more: Tensor | None = None,
+    more: Tensor | int | None = None,
     entropy: bool = False,
     tail: tuple[Tensor, Tensor] | None = None,
     reads: Reads | None = None,
     chosen: Packed | None = None,
     grown: bool = False,
+    pages: LayerPages | None = None,
     **tuned: int,
 ) -> tuple[Tensor, Tensor | None]:
+    """As `attend` says. With `pages`, keys and values tell shape and place, and `more` may be the same of all rows."""
     rows, heads, queries, width = q.shape
     keys = k.shape[2] + (0 if tail is None else tail[0].shape[2])
     reads = reads or Reads(q.dtype)
@@ -52,9 +55,11 @@ def fused(
     if k.shape[2] <= FEW_KEYS and more is None and not grown and not entropy and not tuned:
         return over_few_keys(q, k, v, scale, length, out, reads.by, chosen).transpose(1, 2), None
     if chosen is not None:
-        return over_packed(q, k, v, scale, length, entropy, tail, out, reads.by, chosen, grown, **tuned)
+        return over_packed(q, k, v, scale, length, entropy, tail, out, reads.by, chosen, grown, pages, **tuned)
     spread = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device) if entropy else None
     tuned = tuned or blocks(queries, keys)
+    if pages is not None:
+        tuned |= {"BLOCK_K": pages.size}
     groups = triton.cdiv(queries, tuned["BLOCK_Q"])
     shares = tuned.pop("SHARES", None) or shares_of_keys(groups * rows * heads, keys, processors(q.device))
     seen, numbers = out, out
@@ -69,7 +74,8 @@ def fused(
         numbers,
         spread if entropy else q,
         length if length is not None else q,
-        more if more is not None else q,
+        more if isinstance(more, Tensor) else q,
+        q if pages is None else pages.table,
         *(tail or (k, v)),
         *q.stride()[:3],
         *k.stride()[:3],
@@ -78,12 +84,15 @@ def fused(
         heads,
         queries,
         k.shape[2],
+        more if isinstance(more, int) else 0,
+        0 if pages is None else pages.table.stride(0),
         scale / math.log(2),
         reads.by,
         WIDTH=width,
         HAS_LENGTH=length is not None,
-        HAS_MORE=more is not None,
+        HAS_MORE=isinstance(more, Tensor),
         TAIL=tail is not None,
+        PAGED=pages is not None,
         ENTROPY=entropy,
         SHARED=shares > 1,
         **tuned,
@@ -117,7 +126,7 @@ def blocks(queries: int, keys: int) -> dict[str, int]:
     return {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit(do_not_specialize=["queries", "keys", "more", "table_row"])
 def _attention(
     q_at,
     k_at,
@@ -127,6 +136,7 @@ def _attention(
     spread_at,
     length_at,
     more_at,
+    table_at,
     tail_k_at,
     tail_v_at,
     q_row,
@@ -144,12 +154,15 @@ def _attention(
     heads,
     queries,
     keys,
+    more,
+    table_row,
     scale,
     by,
     WIDTH: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_MORE: tl.constexpr,
     TAIL: tl.constexpr,
+    PAGED: tl.constexpr,
     ENTROPY: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -159,7 +172,6 @@ def _attention(
     head = tl.program_id(1) % heads
     if HAS_LENGTH:
         keys = tl.load(length_at + row).to(tl.int32)
-    more = 0
     if HAS_MORE:
         more = tl.load(more_at + row).to(tl.int32)
     if not TAIL:
@@ -180,6 +192,7 @@ def _attention(
         v_at,
         k_token,
         v_token,
+        table_at + row * table_row,
         keys,
         tail_k_at,
         tail_v_at,
@@ -192,6 +205,7 @@ def _attention(
         TAIL,
         ENTROPY,
         SHARED,
+        PAGED,
         BLOCK_Q,
         BLOCK_K,
     )

@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.attention_pieces_triton import tokens_of
+from nextscale.kernels.pages_triton import hand_out, pages_of_rows, place_in_pages
 from nextscale.kernels.processors import processors
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed
     from nextscale.models.layers import SelfAttention
+    from nextscale.pages import LayerPages
 
 FEW, SMALL, LARGE = 256, 8, 16  # up to so many tokens, a program takes this number of them; else that
 AT_ONCE = 4  # programs of a processor when tokens lie packed
@@ -32,9 +35,10 @@ def split_and_store(
     values: Tensor,
     start: int | Tensor,
     chosen: Packed | None = None,
+    pages: LayerPages | None = None,
 ) -> Tensor:
     """qkv [R, K, 3, H, D] -> queries [R, H, K, D]; keys and values go to the cache [R, H, S, D] from `start` on, which
-    rows may each have their own of, [R].
+    rows may each have their own of, [R]. If they go to `pages`, rows take as many new ones as they need.
 
     The tokens are all of those that `positions` [1 or R, K, ...] belong to, or the `chosen` ones of [1 or R, N, ...]:
     then qkv is [1, T, 3, H, D], and queries are [1, H, T, D]. What lies behind the last of them goes nowhere.
@@ -45,7 +49,11 @@ def split_and_store(
     blocks = triton.cdiv(tokens, block)
     grid: tuple[int, ...] = (blocks, heads, rows)
     if chosen is not None:
-        grid = (min(AT_ONCE * processors(qkv.device), blocks * heads),)
+        grid = (max(min(AT_ONCE * processors(qkv.device), blocks * heads), 1),)
+    count, paged = (rows if chosen is None else len(chosen.slot)), (qkv, qkv, qkv, qkv, 0)
+    if pages is not None:
+        assert isinstance(start, Tensor), "only the device knows how full pages are"
+        paged = pages.table, pages.free, pages.before, pages.after, pages.table.stride(0)
     turn = STILL if positions is None else PAIRS if attn.pairs else HALVES
     (_complete if chosen is None else _packed)[grid](
         qkv,
@@ -55,8 +63,10 @@ def split_and_store(
         qkv if attn.log_scale is None else attn.log_scale,
         qkv if positions is None else positions,
         start if isinstance(start, Tensor) else qkv,
-        *(() if chosen is None else (chosen.cell, chosen.start, *chosen.slot.shape)),
-        *(() if chosen is not None else (tokens,)),
+        *(() if chosen is None else (chosen.cell, chosen.start)),
+        *paged,
+        count,
+        tokens if chosen is None else chosen.slot.shape[1],
         heads,
         0 if isinstance(start, Tensor) else start,
         0 if positions is None or len(positions) == 1 else positions.stride(0),
@@ -66,6 +76,10 @@ def split_and_store(
         TURN=turn,
         STARTS=isinstance(start, Tensor),
         TOKENS=block,
+        PAGED=pages is not None,
+        PAGE=1 if pages is None else pages.size,
+        PAGES=1 if pages is None else triton.next_power_of_2(pages.table.shape[1]),
+        ROWS=1 if pages is None else triton.next_power_of_2(count),
         num_warps=4,
     )
     return q.transpose(1, 2)
@@ -121,7 +135,7 @@ def _split(
     tl.store(v_at + to + channel, value, mask=real)
 
 
-@triton.jit(do_not_specialize=["tokens", "start"])
+@triton.jit(do_not_specialize=["table_row", "rows", "tokens", "start"])
 def _complete(
     qkv_at,
     q_at,
@@ -130,6 +144,12 @@ def _complete(
     log_scale_at,
     position_at,
     start_at,
+    table_at,
+    free_at,
+    before_at,
+    after_at,
+    table_row,
+    rows,
     tokens,
     heads,
     start,
@@ -142,14 +162,27 @@ def _complete(
     TURN: tl.constexpr,
     STARTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    PAGED: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     rank = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     if STARTS:
         start = tl.load(start_at + row)
-    to = (start + rank) * cache_token + row * cache_row + head * cache_head
     position = row * position_row + rank * (TURN * WIDTH)
     token, real = row * tokens + rank, rank < tokens
+    if PAGED:
+        every = tl.arange(0, ROWS)
+        held, need = pages_of_rows(start_at, tl.where(every < rows, tokens, 0), rows, ROWS, PAGE)
+        first = tl.load(before_at) + tl.sum(tl.where(every < row, need, 0), 0)
+        has, its_table = tl.cdiv(start, PAGE), table_at + row * table_row
+        to = place_in_pages(start + rank, real, has, first, its_table, free_at, WIDTH, PAGE) + head * cache_head
+        if tl.program_id(0) + head == 0:
+            hand_out(row, rows, held, need, table_at, table_row, free_at, before_at, after_at, ROWS, PAGES)
+    else:
+        to = (start + rank) * cache_token + row * cache_row + head * cache_head
     _split(
         token,
         real,
@@ -170,7 +203,7 @@ def _complete(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "cells", "start"])
+@triton.jit(do_not_specialize=["table_row", "rows", "cells", "start"])
 def _packed(
     qkv_at,
     q_at,
@@ -181,6 +214,11 @@ def _packed(
     start_at,
     cell_at,
     first_at,
+    table_at,
+    free_at,
+    before_at,
+    after_at,
+    table_row,
     rows,
     cells,
     heads,
@@ -194,8 +232,18 @@ def _packed(
     TURN: tl.constexpr,
     STARTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    PAGED: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     total = tl.load(first_at + rows)
+    every = tl.arange(0, ROWS)
+    if PAGED:
+        held, need = pages_of_rows(start_at, tokens_of(every, first_at, rows), rows, ROWS, PAGE)
+        before = tl.load(before_at)
+        for other in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+            hand_out(other, rows, held, need, table_at, table_row, free_at, before_at, after_at, ROWS, PAGES)
     for unit in tl.range(tl.program_id(0), tl.cdiv(total, TOKENS) * heads, tl.num_programs(0)):
         head = unit % heads  # neighbours read the same tokens
         token = unit // heads * TOKENS + tl.arange(0, TOKENS)[:, None]
@@ -204,11 +252,16 @@ def _packed(
         its = cell // cells
         row = its.to(tl.int64)
         begin = tl.load(first_at + row, mask=real, other=0)
+        length = start
         if STARTS:
-            begin -= tl.load(start_at + row, mask=real, other=0).to(tl.int32)
+            length = tl.load(start_at + row, mask=real, other=0).to(tl.int32)
+        rank = token - begin + length
+        if PAGED:
+            first = before + tl.sum(tl.where(every[None, :] < its, need[None, :], 0), 1)[:, None]
+            has, its_table = tl.cdiv(length, PAGE), table_at + row * table_row
+            to = place_in_pages(rank, real, has, first, its_table, free_at, WIDTH, PAGE) + head * cache_head
         else:
-            begin -= start
-        to = (token - begin) * cache_token + row * cache_row + head * cache_head
+            to = rank * cache_token + row * cache_row + head * cache_head
         position = row * position_row + (cell - its * cells) * (TURN * WIDTH)
         _split(
             token.to(tl.int64),

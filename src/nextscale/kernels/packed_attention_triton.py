@@ -33,6 +33,7 @@ from nextscale.kernels.processors import processors
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed
+    from nextscale.pages import LayerPages
 
 # Keys are shared when there are at most so many blocks of queries for every processor, as `shares_on_device` has it.
 SHARED = 3
@@ -59,6 +60,7 @@ def over_packed(
     by: float,
     chosen: Packed,
     grown: bool,
+    pages: LayerPages | None = None,
     **tuned: int,
 ) -> tuple[Tensor, Tensor | None]:
     """What the `chosen` queries q [1, H, T, D] see of the first `length` [R] keys and values [R, H, S, D] and, if they
@@ -66,6 +68,8 @@ def over_packed(
     heads, keys, width = k.shape[1:]
     rows, queries, count = len(chosen.start) - 1, q.shape[2], processors(q.device)
     tuned = {"FEW": FEW, "SOME": SOME, **BLOCKS, **tuned}
+    if pages is not None:
+        tuned["BLOCK_K"] = pages.size
     block = tuned["BLOCK_Q"]
     # Larger heads leave room for two programs of a processor.
     programs = min((2 if width > 64 else 3) * count, (triton.cdiv(queries, block) + rows) * heads * MOST)
@@ -80,6 +84,7 @@ def over_packed(
         spread if spread is not None else q,
         chosen.start,
         length if length is not None else q,
+        q if pages is None else pages.table,
         *(tail or (k, v)),
         seen,
         numbers,
@@ -93,12 +98,14 @@ def over_packed(
         queries,
         keys,
         count,
+        0 if pages is None else pages.table.stride(0),
         scale / math.log(2),
         by,
         WIDTH=width,
         HAS_LENGTH=length is not None,
         GROWN=grown,
         TAIL=tail is not None,
+        PAGED=pages is not None,
         ENTROPY=entropy,
         ROWS=triton.next_power_of_2(rows),
         **tuned,
@@ -106,7 +113,7 @@ def over_packed(
     return out.transpose(1, 2), None if spread is None else spread.mean(0, keepdim=True)
 
 
-@triton.jit(do_not_specialize=["rows", "queries", "keys", "processors"])
+@triton.jit(do_not_specialize=["rows", "queries", "keys", "processors", "table_row"])
 def _packed_attention(
     q_at,
     k_at,
@@ -115,6 +122,7 @@ def _packed_attention(
     spread_at,
     start_at,
     length_at,
+    table_at,
     tail_k_at,
     tail_v_at,
     seen_at,
@@ -136,12 +144,14 @@ def _packed_attention(
     queries,
     keys,
     processors,
+    table_row,
     scale,
     by,
     WIDTH: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     GROWN: tl.constexpr,
     TAIL: tl.constexpr,
+    PAGED: tl.constexpr,
     ENTROPY: tl.constexpr,
     ROWS: tl.constexpr,
     FEW: tl.constexpr,
@@ -184,6 +194,7 @@ def _packed_attention(
             v_at + row * v_row + head * v_head,
             k_token,
             v_token,
+            table_at + row * table_row,
             here,
             tail_k_at + row * tail_row + head * tail_head,
             tail_v_at + row * tail_row + head * tail_head,
@@ -196,6 +207,7 @@ def _packed_attention(
             TAIL,
             ENTROPY,
             True,
+            PAGED,
             BLOCK_Q,
             BLOCK_K,
         )

@@ -29,6 +29,7 @@ from nextscale.methods.base import Stats
 from nextscale.models.base import Backbone, takes_packed
 from nextscale.offload import set_aside
 from nextscale.packing import pack
+from nextscale.pages import PagedCache
 from nextscale.run import Run, not_finite
 from nextscale.runtime.decoder import FastDecode, pictures_at_once
 from nextscale.runtime.eager import Eager, Step, Task, Work
@@ -65,6 +66,7 @@ class Graphs(Eager):
         self.reports: list[Report] = []  # of them
         self.captured = 0  # scales
         self.batches: set[int] = set()  # numbers of pictures that a warm-up was for
+        self.grown = 0  # times that pages of a program's KV cache were not enough for a scale, and more were made
         self.refused: dict[Hashable, str] = {}  # methods that turned out to wait, and where
         self.capturing: Capturing | None = None
 
@@ -138,6 +140,7 @@ class Graphs(Eager):
             if program is not None:  # what was told lies in its places
                 program.numbers.put(scale.index)
                 program.numbers.fetch(scale.index)
+            leave_pages(kv)
             return super().run_scale(work, task, features, kv)
         if features is not program.features:
             program.features.copy_(features)
@@ -149,6 +152,9 @@ class Graphs(Eager):
         for cache in kv:
             if cache.used < before:  # some tokens were left out: how long rows are, the device knows
                 cache.used, cache.length = before, cache.length_place
+        if program.pages is not None and not ends(work, task):
+            new = tokens_of(work, scale)
+            self.grown += program.pages.provide(new, before + new, len(task.rows.all), self.pages_taken)
         state = program.state() if self.state is None else self.state
         told = tuple(program.numbers.told)
         any_ = (work.watched, scale.index, task.placed, rests, plan.variant, plan.needs, state, told)
@@ -161,10 +167,15 @@ class Graphs(Eager):
             except Waiting as waiting:
                 self.refused[work.policy.structure] = self.reason = str(waiting)
                 logger.warning("%s %s, so its scales are not captured", work.policy.name or "the method", waiting)
+                leave_pages(kv)
                 return super().run_scale(work, task, features, kv)
             program.graphs[any_ if rests or captured.made.chosen.everywhere else key] = captured
         self.ran.append((scale, captured))
         return self.replay(program, work, task, kv, captured)
+
+    def pages_taken(self) -> int:
+        """Behind the newest scale of this call, which is waited for."""
+        return self.reports[-1].pages if self.reports else 0
 
     def replay(self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], captured: Captured) -> Step:
         scale, made = task.scale, captured.made
@@ -208,7 +219,8 @@ class Graphs(Eager):
             program.memory.remember(remembered)
             for cache, length in zip(kv, lengths, strict=True):
                 cache.used, cache.length = used, length
-            self.capturing = Capturing(pieces, told, at_work=program.at_work(task) if rests else None)
+            taken = None if program.pages is None else program.pages.taken[-1:]
+            self.capturing = Capturing(pieces, told, taken, at_work=program.at_work(task) if rests else None)
             try:
                 step = super(Graphs, self).run_scale(work, task, program.features, kv)
                 told = self.capturing.told
@@ -373,6 +385,12 @@ def is_scarce(device: torch.device) -> bool:
 
 def large_parts(backbone: Backbone) -> list[nn.Module]:
     return [*backbone.blocks, *(m for m in backbone.children() if m is not backbone.blocks)]
+
+
+def leave_pages(kv: Sequence[LayerCache]) -> None:
+    """For scales that are not captured: these know no pages."""
+    assert isinstance(kv, list)
+    kv[:] = [cache.copied() if isinstance(cache, PagedCache) else cache for cache in kv]
 
 
 def ends(work: Work, task: Task) -> bool:

@@ -11,6 +11,8 @@ from nextscale.draws import FixedDraws, PerImageDraws
 from nextscale.kv import LayerCache
 from nextscale.methods.numbers import FetchedNumbers
 from nextscale.methods.residual import Places, TokenCaches
+from nextscale.models.base import takes_packed
+from nextscale.pages import PAGE, PagedCache, Pages
 from nextscale.run import Run
 from nextscale.runtime.eager import Task, Work
 from nextscale.runtime.ground import Ground
@@ -33,11 +35,18 @@ class Program:
         # Keys and values of the last scale, of one layer at a time: nobody reads them later. Without a method they lie
         # behind the others, where torch's own attention finds them.
         room, behind = (tokens, 0) if work.policy.passive else (tokens - last, last)
-        take = ground.share()
-        self.kv = [tuple(take((2, rows, heads, room, width), work.backbone.dtype)) for _ in run.kv]
-        self.tail = tuple(take((2, rows, heads, behind, width), work.backbone.dtype))
-        self.lengths = torch.zeros(len(self.kv), rows, dtype=torch.long, device=self.features.device)
-        self.before = self.features.clone(), self.lengths.clone()
+        take, dtype = ground.share(), work.backbone.dtype
+        self.tail = tuple(take((2, rows, heads, behind, width), dtype))
+        self.kv: list[tuple[Tensor, ...]] = []
+        self.pages: Pages | None = None  # instead, where tokens are left out and kernels find the others there
+        if not work.policy.passive and takes_packed(work.backbone) and len(run.kv) > 1:
+            page = heads, PAGE, width
+            self.pages = Pages(len(run.kv), rows, page, room, dtype, self.features.device, take)
+        else:
+            self.kv = [tuple(take((2, rows, heads, room, width), dtype)) for _ in run.kv]
+        self.lengths = torch.zeros(len(run.kv), rows, dtype=torch.long, device=self.features.device)
+        self.changed = self.features, self.lengths, *(() if self.pages is None else (self.pages.taken,))  # by a scale
+        self.before = [now.clone() for now in self.changed]
         self.all_tokens = torch.cat([t.flatten() for t in run.tokens])
         parts = self.all_tokens.split([t.numel() for t in run.tokens])
         self.tokens = [part.view(t.shape) for part, t in zip(parts, run.tokens, strict=True)]
@@ -67,9 +76,15 @@ class Program:
         self.memory.remember({})
         self.numbers.begin()
         work.policy.memory, work.policy.numbers = self.memory, self.numbers
-        kv = [LayerCache(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
         self.all_tokens.fill_(-1)
-        return Run(work.backbone, state, self.features, work.schedule, guided, kv, self.tokens, stays=True)
+        return Run(work.backbone, state, self.features, work.schedule, guided, self.caches(), self.tokens, stays=True)
+
+    def caches(self) -> list[LayerCache]:
+        """Empty ones."""
+        if self.pages is None:
+            return [LayerCache(k, v, length) for (k, v), length in zip(self.kv, self.lengths, strict=True)]
+        self.pages.begin()
+        return [PagedCache(self.pages, layer, length) for layer, length in enumerate(self.lengths)]
 
     def rest(self, task: Task) -> None:
         """Tell the scale which rows do not."""
@@ -91,10 +106,10 @@ class Program:
         return self.states.setdefault(lies, len(self.states))
 
     def save(self) -> None:
-        for place, now in zip(self.before, (self.features, self.lengths), strict=True):
+        for place, now in zip(self.before, self.changed, strict=True):
             place.copy_(now)
 
     def go_back(self) -> None:
         """To where `save` was called: as if the scale had not been run."""
-        for place, now in zip(self.before, (self.features, self.lengths), strict=True):
+        for place, now in zip(self.before, self.changed, strict=True):
             now.copy_(place)

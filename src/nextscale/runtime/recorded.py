@@ -148,38 +148,41 @@ class Capturing:
 
     pieces: Pieces | None
     told: Told | None  # made at the first run: its memory has to be there before anything is captured
+    pages: Tensor | None = None  # of the KV caches: how many are taken, [1]
     largest: Tensor | None = None  # logits
     at_work: Tensor | None = None  # [R], if some rows rest
 
     def tell(self, report: dict[str, Tensor]) -> None:
         assert self.largest is not None
-        self.told = self.told or Told(report, self.largest)
-        self.told.write(report, self.largest)
+        self.told = self.told or Told(report, self.largest, self.pages)
+        self.told.write(report, self.largest, self.pages)
         if self.pieces is not None:
             self.pieces.tell()
 
 
 class Told:
-    """What a scale reports, and its largest logits. Short parts end in memory that the host can read."""
+    """What a scale reports, its largest logits, and how many pages are taken behind it, if there are such. Short parts
+    end in memory that the host can read."""
 
-    def __init__(self, report: dict[str, Tensor], largest: Tensor) -> None:
+    def __init__(self, report: dict[str, Tensor], largest: Tensor, pages: Tensor | None = None) -> None:
         self.long = {name: told for name, told in report.items() if told.numel() > SHORT}
         short = {name: told for name, told in report.items() if name not in self.long}
         ends = list(itertools.accumulate((told.numel() for told in short.values()), initial=0))
-        self.end = ends[-1]
+        self.end, self.behind = ends[-1], ends[-1] + largest.numel()
         self.places = {name: (slice(*ends[n : n + 2]), told.shape) for n, (name, told) in enumerate(short.items())}
-        self.host = torch.empty(self.end + largest.numel(), dtype=torch.float64, pin_memory=largest.is_cuda)
+        size = self.behind + (pages is not None)
+        self.host = torch.empty(size, dtype=torch.float64, pin_memory=largest.is_cuda)
         self.numbers = self.host.numpy()  # the same memory: arrays are read faster than tensors
 
-    def write(self, report: dict[str, Tensor], largest: Tensor) -> None:
+    def write(self, report: dict[str, Tensor], largest: Tensor, pages: Tensor | None = None) -> None:
         self.long = {name: report[name] for name in self.long}
-        short = [report[name].double().flatten() for name in self.places]
-        carry(self.host, torch.cat([*short, largest.double()]))
+        numbers = [report[name].double().flatten() for name in self.places] + [largest.double()]
+        carry(self.host, torch.cat(numbers if pages is None else [*numbers, pages.double()]))
 
     @property
     def largest(self) -> list[float]:
         """The largest logit after guidance and before: NaN or infinite if any is."""
-        return self.numbers[self.end :].tolist()
+        return self.numbers[self.end : self.behind].tolist()
 
 
 class Report(Mapping[str, Numbers]):
@@ -192,7 +195,13 @@ class Report(Mapping[str, Numbers]):
         self.long = {name: part.clone() for name, part in told.long.items()}
         self.places = told.places
         self.names = (*self.places, *self.long)
+        self.behind = told.behind
         self.numbers = told.numbers
+
+    @property
+    def pages(self) -> int:
+        """That are taken behind this scale."""
+        return int(self.read()[self.behind])
 
     def __getitem__(self, name: str) -> Numbers:
         if name in self.long:
