@@ -90,10 +90,11 @@ def alike(expected: Any, found: Any) -> bool:
     for k, (a, b) in enumerate(zip(expected.tokens, found.tokens, strict=True)):
         if not torch.equal(a == -1, b == -1):
             return False
-        if not torch.equal(a, b):
-            return bool((a != b).float().mean().item() < 0.1)
-        if [image[k] for image in counts(expected)] != [image[k] for image in counts(found)]:
+        kept = [np.array([n for image in counts(out) for n in image[k][1]]) for out in (expected, found)]
+        if len(kept[0]) != len(kept[1]) or (abs(kept[0] - kept[1]) > np.maximum(2, 0.1 * kept[0])).any():
             return False
+        if not torch.equal(a, b) or not np.array_equal(*kept):
+            return bool((a != b).sum().item() <= max(3, 0.1 * a.numel()))
     return True
 
 
@@ -274,6 +275,7 @@ def skipvar_decides_for_each_image(pipe, other, like: Method, folder: Path) -> N
         for first in (0, 2, 0):
             expected, found = (ask(p, 3, first=first, method=method, output_type="latent") for p in (pipe, other))
             assert alike(expected, found), (first, method)
-            assert len(other.executor.ran) == sum(bool((t != -1).any()) for t in found.tokens), "nothing ran eagerly"
+            if other.executor.rests(other.backbone):
+                assert len(other.executor.ran) == sum(bool((t != -1).any()) for t in found.tokens), "nothing was eager"
             ends |= {tuple(scale[0] for scale in image[-2:]) for image in counts(expected)}
         assert ends == {(0, 0), (1, 1), (2, 2)}, "images stop, lose guidance or stay"

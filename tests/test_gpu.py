@@ -217,7 +217,7 @@ def test_batches_are_filled_up(name: str, method) -> None:
 
 
 def test_skipvar_and_nova_decide_for_each_image(tmp_path) -> None:
-    behaviours.skipvar_decides_for_each_image(*both("infinity", half=True), NOVA(t_est=2, alpha=0.0), tmp_path)
+    behaviours.skipvar_decides_for_each_image(*both("infinity"), NOVA(t_est=2, alpha=0.0), tmp_path)
 
 
 @pytest.mark.parametrize("patchify", [False, True], ids=["cells", "patches"])

@@ -152,3 +152,16 @@ def test_a_scale_tells_how_many_are_taken(taken: Tensor | None) -> None:
     assert list(found) == ["kept"], "a method is not told"
     if taken is not None:
         assert found.pages == 71
+
+
+def test_a_rehearsal_makes_no_pages(exactly) -> None:
+    """Every page stands for many until there are more."""
+    held = some_pages()
+    there = list(held.memory)
+    held.repeat()
+    assert held.free.tolist() == (there * 10)[: held.free.numel()]
+    assert list(held.memory) == there
+    held.begin()
+    held.provide(8, 8, 2, lambda: 0)
+    assert held.free[: len(held.memory)].tolist() == list(held.memory)
+    assert len(set(held.memory)) == 12

@@ -74,6 +74,12 @@ class Pages:
         self.taken.zero_()
         self.bound = 0
 
+    def repeat(self) -> None:
+        """Every page once more, and again, until a run that keeps all tokens has enough: for rehearsals, of which nobody
+        looks at the result."""
+        there = torch.tensor([*self.memory])
+        self.free.copy_(there[torch.arange(self.free.numel()) % len(there)])
+
     def layer(self, layer: int) -> LayerPages:
         return LayerPages(self.table[layer], self.free, self.taken[layer - 1], self.taken[layer], self.size)
 

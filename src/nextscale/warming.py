@@ -92,11 +92,15 @@ def warm_up(
     before, ways = pipe.captured, [False, True] if callbacks else [False]
     quiet = copy.copy(pipe)
     quiet.progress_bar = False
-    with bar("warm-up", len(shapes), pipe.progress_bar) as advance:
-        for shape in shapes:
-            for watched in ways:
-                rehearse(quiet, shape, watched, options)
-            advance(1)
+    pipe.executor.rehearsing = True
+    try:
+        with bar("warm-up", len(shapes), pipe.progress_bar) as advance:
+            for shape in shapes:
+                for watched in ways:
+                    rehearse(quiet, shape, watched, options)
+                advance(1)
+    finally:
+        pipe.executor.rehearsing = False
     pipe.executor.warmed(numbers)
     return pipe.captured - before
 

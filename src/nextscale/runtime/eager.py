@@ -82,6 +82,7 @@ class Step:
 class Eager:
     name = "eager"
     captured = 0  # scales, as CUDA graphs
+    rehearsing = False  # calls are made for what they leave behind, and nobody looks at their pictures
     grown = 0  # times that the pages of their KV caches have become more
     overwrites = False  # whether the next scale writes into the tensors of a Step
     text_slots: tuple[int, ...] = ()  # prompts are padded to the next of them; () = to the longest

@@ -97,7 +97,10 @@ class Graphs(Eager):
             self.program = Program(work, inputs, run, self.ground)
             self.program.beginning = self.record_state(work, self.program)
         self.programs[key] = self.program
-        return self.program.load(work, inputs, images, guided)
+        run = self.program.load(work, inputs, images, guided)
+        if self.rehearsing and self.program.pages is not None:
+            self.program.pages.repeat()  # a rehearsal keeps more than other calls do
+        return run
 
     def make_place(self, device: torch.device) -> None:
         """For another program: those that were not used for longest are let go if they are many or memory is scarce."""
@@ -152,7 +155,7 @@ class Graphs(Eager):
         for cache in kv:
             if cache.used < before:  # some tokens were left out: how long rows are, the device knows
                 cache.used, cache.length = before, cache.length_place
-        if program.pages is not None and not ends(work, task):
+        if program.pages is not None and not ends(work, task) and not self.rehearsing:
             new = tokens_of(work, scale)
             self.grown += program.pages.provide(new, before + new, len(task.rows.all), self.pages_taken)
         state = program.state() if self.state is None else self.state
