@@ -75,8 +75,8 @@ class Pages:
         self.bound = 0
 
     def repeat(self) -> None:
-        """Every page once more, and again, until a run that keeps all tokens has enough: for rehearsals, of which nobody
-        looks at the result."""
+        """Every page once more, and again, so that a run that keeps all tokens has enough: for rehearsals, of which
+        nobody looks at the result."""
         there = torch.tensor([*self.memory])
         self.free.copy_(there[torch.arange(self.free.numel()) % len(there)])
 
