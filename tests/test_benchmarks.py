@@ -281,3 +281,21 @@ def test_the_whole_benchmark_of_shapes(load, pretended_gpu, monkeypatch, tmp_pat
     load("shapes").main()
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["model"], found["captures"], len(found["kinds"])) == ("infinity-2b", 0, 4)
+
+
+def test_pages_are_measured_at_what_a_run_has(load, monkeypatch, capsys) -> None:
+    pages = load("pages")
+    assert {case.complete for case in pages.cases("packed")} == {False}
+    assert {case.complete for case in pages.cases("complete")} == {True}
+    assert len(pages.cases(None)) == len(pages.PACKED) + len(pages.COMPLETE)
+    assert all(3 <= case.sets <= 32 for case in pages.cases(None))
+    times = {"attention": 10.0, "attention in pages": 10.5, "store": 4.0, "store in pages": 5.0, "off": 0.0}
+    assert "1.050" in pages.line(pages.PACKED[0], times)
+    assert "1.250" in pages.line(pages.PACKED[0], times)
+    if torch.cuda.is_available():
+        return
+    for arguments, said in (["--only", "packed"], "6 cases"), (["--only", "some"], ""):
+        monkeypatch.setattr(sys, "argv", ["pages.py", *arguments])
+        with pytest.raises(SystemExit):
+            pages.main()
+        assert said in capsys.readouterr().out

@@ -4,9 +4,11 @@ runs. Every page lies alone, with NaN around it, so that nothing can be found by
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -243,12 +245,11 @@ def test_pages_show_what_keys_side_by_side_show(
 
 
 MAKERS = {"infinity": tiny_infinity, "hart": tiny_hart}
-RUNS = [
-    ("hart", "nova, attention"),
-    ("hart", "nova and guidance"),
-    ("hart", "fastvar, complete in between"),
-    ("hart", "toprovar"),
-    ("infinity", "nova, early"),
+RUNS = [  # with so many pictures; rows that fill up a batch rest
+    ("hart", "nova, attention", 1),
+    ("hart", "nova and guidance", 3),
+    ("hart", "fastvar, complete in between", 2),
+    ("infinity", "nova, early", 2),
 ]
 
 
@@ -266,20 +267,20 @@ def paged(monkeypatch) -> None:
     monkeypatch.setattr(packed_attention_triton, "tickets", lambda _: tickets)
 
 
-def early(pipe, method: Method, first: int = 0):
+def early(pipe, method: Method, images: int, first: int = 0):
     """Without the largest scales of a run that has such."""
     scales = [s.tokens for s in pipe.schedule()]
     ended = {"callback_on_scale_end": lambda end: end.scale.index < 5} if max(scales) > 256 else {}
-    return ask(pipe, 2, first=first, method=method, output_type="latent", **ended)
+    return ask(pipe, images, first=first, method=method, output_type="latent", **ended)
 
 
-@pytest.mark.parametrize(("name", "method"), RUNS)
-def test_runs_with_pages(paged, name: str, method: str) -> None:
+@pytest.mark.parametrize(("name", "method", "images"), RUNS)
+def test_runs_with_pages(paged, name: str, method: str, images: int) -> None:
     pipe = MAKERS[name](width=64)
     other = copy.copy(pipe)
     other.executor = graphs = Pretended()
-    for first in (0, 2):
-        expected, found = (early(p, CAPTURED[method], first) for p in (pipe, other))
+    for first in (0, 2) if images == 1 else (0,):
+        expected, found = (early(p, CAPTURED[method], images, first) for p in (pipe, other))
         assert same_tokens(expected, found)
         assert torch.allclose(expected.images, found.images, atol=1e-4)
         with torch.inference_mode():
@@ -289,8 +290,9 @@ def test_runs_with_pages(paged, name: str, method: str) -> None:
     assert graphs.grown
 
 
-def test_scales_that_are_not_captured_leave_the_pages(paged, monkeypatch) -> None:
-    """In the middle of a call, whose cache they go on with."""
+@pytest.mark.parametrize("index", [5, 7], ids=["middle", "last"])
+def test_scales_that_are_not_captured_leave_the_pages(paged, index: int, monkeypatch) -> None:
+    """They go on with the cache of the call."""
     pipe = tiny_hart(width=64)
     other = copy.copy(pipe)
     other.executor = graphs = Pretended()
@@ -298,12 +300,37 @@ def test_scales_that_are_not_captured_leave_the_pages(paged, monkeypatch) -> Non
 
     def waits(program, work, task, kv):
         captured = capture(program, work, task, kv)
-        if task.scale.index == 5:
+        if task.scale.index == index:
             raise Waiting("waits")
         return captured
 
     monkeypatch.setattr(graphs, "capture", waits)
-    expected, found = early(pipe, method), early(other, method)
-    assert graphs.recorded == 6
+    expected, found = early(pipe, method, 2), early(other, method, 2)
+    assert graphs.recorded == index + 1
     assert same_tokens(expected, found)
     assert torch.allclose(expected.images, found.images, atol=1e-4)
+
+
+def test_the_benchmark_of_pages_compares_the_same(monkeypatch) -> None:
+    """Its caches hold the same keys, also when calls are repeated."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    benchmark = importlib.import_module("pages")
+    for name, value in {"HEADS": HEADS, "WIDTH": WIDTH, "PAGE": SIZE, "COLD": 1}.items():
+        monkeypatch.setattr(benchmark, name, value)
+    for module in (keys_triton, packed_attention_triton):
+        monkeypatch.setattr(module, "processors", lambda _: 2)
+    tickets = torch.zeros(6, dtype=torch.int32)
+    monkeypatch.setattr(packed_attention_triton, "tickets", lambda _: tickets)
+    for case in (benchmark.Case(20, 20, 17), benchmark.Case(30, 7, 25), benchmark.Case(30, 9, 140, ends=True)):
+        layers = benchmark.Layers(case, "cpu", torch.float32)
+        assert case.sets == 3
+        for _ in range(2):
+            queries = [layers.store(n) for n in range(3)]
+            for n in range(0 if case.ends else 3):
+                real = slice(case.queries if case.complete else 2 * case.queries)
+                assert torch.equal(layers.store_in_pages(n)[:, :, real], queries[n][:, :, real])
+        more = case.queries if case.complete else None
+        told = None if more is None else torch.full_like(layers.length, more)
+        for n, q in enumerate(queries):
+            seen, paged = layers.attend(n, q, told, False)[0], layers.attend_in_pages(n, q, more, False)[0]
+            assert benchmark.off(paged, seen, case.queries * (1 if case.complete else 2)) < 1e-5

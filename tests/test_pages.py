@@ -55,6 +55,7 @@ def test_only_what_is_taken_counts(exactly) -> None:
     assert not held.provide(8, 24, 2, lambda: 12), "12 of 24 are left"
     assert held.provide(8, 32, 2, lambda: 13)
     assert len(held.memory) == 25
+    held.taken.fill_(13)
     held.begin()
     assert not held.taken.any()
     assert not held.provide(16, 16, 2, never), "what was made stays"
