@@ -97,6 +97,7 @@ class Layers:
         self.slabs = [tuple(torch.randn(2, ROWS, HEADS, room, WIDTH, **random)) for _ in range(case.sets)]
         take = Ground(self.length.device).share()
         pages = Pages(case.sets, ROWS, (HEADS, PAGE, WIDTH), room, dtype, self.length.device, take)
+        self.pages = pages  # whose memory it is
         pages.add(pages.free.numel() - len(pages.memory))
         pages.free.copy_(pages.free[torch.randperm(len(pages.free), device=device)])
         older = torch.randn(ROWS, case.keys, 3, HEADS, WIDTH, **random)
