@@ -198,15 +198,14 @@ def measure(asked: Asked, repeats: int) -> dict[str, Any]:
     empty(pipe.device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    captured, grown = pipe.captured, getattr(pipe.executor, "grown", None)
+    captured, grown = pipe.captured, pipe.executor.grown
     calls = [timed(pipe, **asked.next()) for _ in range(repeats)]
     # An eager run's caching allocator holds more than it needs; memory of graphs is not called allocated.
     peaks = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
     found = summary(calls)
-    if grown is not None:
-        found["grown"] = pipe.executor.grown - grown  # times that the KV pool had to
     return {
         **found,
+        "grown": pipe.executor.grown - grown,  # times that the pages of KV caches became more
         "captures": pipe.captured - captured,  # of scales, during the calls that were timed
         "images_per_second": 1e3 * asked.images / found["ms"],
         "peak_gib": peaks[pipe.executor.name == "graphs"]() / GIB if cuda else 0.0,
@@ -301,8 +300,8 @@ def show(row: dict[str, Any]) -> None:
     if row["reduced"]:
         print(f"  reduced: {shown(row['reduced'])}")
         print(f"  never reduced: {shown(row['not_reduced']) if row['not_reduced'] else 'none'}")
-    if "grown" in row:
-        print(f"  the KV pool grew {row['grown']} times")
+    if row["grown"]:
+        print(f"  pages of the KV cache were added {row['grown']} times")
     if "cold_s" in row:
         print(f"  cold start, process to first picture: {row['cold_s']:.1f} s")
     if "warm_again_s" in row:

@@ -44,7 +44,7 @@ class Ground:
 
     def add(self, size: int) -> None:
         """A chunk that has room for some tensors of this size: those of all layers have the same."""
-        size *= max(CHUNK // max(size, 1), 1)
+        size *= max(CHUNK // size, 1)
         with self.allocating():
             self.chunks.append(torch.empty(size, dtype=torch.uint8, device=self.device))
         wait_for(self.device)
@@ -62,6 +62,8 @@ class Ground:
 
         def take(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             nonlocal number, at
+            if not math.prod(shape):
+                return torch.empty(*shape, dtype=dtype, device=self.device)
             size = -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
             while number < len(self.chunks) and at + size > self.chunks[number].nbytes:
                 number, at = number + 1, 0
