@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nextscale.attention import attention
-from nextscale.entropy import attention_entropy
-from nextscale.kernels.attention_triton import blocks, fused
+from nextscale.engine.entropy import attention_entropy
+from nextscale.engine.schedule import infinity_schedule
+from nextscale.kernels.sdpa import attention
+from nextscale.kernels.triton.attention import blocks, fused
 from nextscale.models.registry import MODELS
-from nextscale.schedule import infinity_schedule
 
 ROWS = 2
 

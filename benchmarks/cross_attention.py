@@ -16,10 +16,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from nextscale.kernels.absorbed import attend_absorbed
+from nextscale.engine.schedule import infinity_schedule
+from nextscale.kernels.absorbed_cross_attention import attend_absorbed
 from nextscale.models.infinity import TextAttention
 from nextscale.models.registry import MODELS
-from nextscale.schedule import infinity_schedule
 
 REPEATS = 5
 LOOKED_AT = 64  # queries whose exactness is looked at

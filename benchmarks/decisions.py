@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.evaluate.scenes import TASKS, read_asks
+from nextscale.engine.schedule import Scale
+from nextscale.io.progress import bar
 from nextscale.methods import NOVA
-from nextscale.methods.activation import Growth
 from nextscale.methods.base import Context, Policy, ScalePlan, Stats
-from nextscale.methods.linkage import KEPT, MOST, Linkage
 from nextscale.methods.nova import NOVAPolicy
+from nextscale.methods.nova.growth import Growth
+from nextscale.methods.nova.layer_linkage import KEPT, MOST, Linkage
 from nextscale.pipeline import Pipeline
-from nextscale.progress import bar
-from nextscale.schedule import Scale
+from nextscale.research.evaluate.scenes import TASKS, read_asks
 
 FILE = Path(__file__).with_name("decisions.json")
 PROMPTS, T_EST = 96, 6

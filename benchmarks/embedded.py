@@ -16,9 +16,9 @@ import statistics
 import torch
 
 from nextscale import Pipeline, Truncate
-from nextscale.evaluate.psnr import psnr
-from nextscale.evaluate.ssim import ssim
 from nextscale.methods.naming import parse_methods
+from nextscale.research.evaluate.psnr import psnr
+from nextscale.research.evaluate.ssim import ssim
 
 PROMPTS = (
     "a fox",

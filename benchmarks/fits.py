@@ -12,7 +12,7 @@ import torch
 
 from nextscale.checkpoints.families import FAMILIES
 from nextscale.checkpoints.load import set_dtype
-from nextscale.estimate import GIB, Estimate
+from nextscale.engine.memory import GIB, Estimate
 from nextscale.kernels.fp8 import fits as has_fp8
 from nextscale.models import quantize
 from nextscale.models.base import Backbone

@@ -24,12 +24,12 @@ from contextlib import contextmanager
 
 import torch
 
-from nextscale.devices import as_device
-from nextscale.evaluate.psnr import psnr
-from nextscale.evaluate.ssim import ssim
+from nextscale.io.devices import as_device
 from nextscale.kernels.fp8 import LARGEST, FP8Layer
-from nextscale.models.quantize import round_convolutions, to_fp8
+from nextscale.models.fp8 import round_convolutions, to_fp8
 from nextscale.pipeline import Pipeline
+from nextscale.research.evaluate.psnr import psnr
+from nextscale.research.evaluate.ssim import ssim
 
 PROMPTS = ("a fox", "a red boat on the sea", "a green tree under the moon", "two cats", "a yellow sun", "a blue car")
 

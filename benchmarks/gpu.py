@@ -44,15 +44,15 @@ from torch import Tensor
 
 from decisions import T_EST, Recorded, alternating, prompts, read_decisions, varied
 from memory import random_pipeline
-from nextscale.estimate import GIB
+from nextscale.engine.memory import GIB
+from nextscale.engine.schedule import Scale, Schedule
+from nextscale.engine.state import Run
 from nextscale.methods.base import Method
 from nextscale.methods.naming import parse_method
-from nextscale.models.quantize import to_fp8
+from nextscale.models.fp8 import to_fp8
 from nextscale.pipeline import Pipeline
-from nextscale.run import Run
 from nextscale.runtime import make_executor
 from nextscale.runtime.eager import Eager
-from nextscale.schedule import Scale, Schedule
 from timed import empty, shown, summary, timed, wait
 
 TEXT = 40  # tokens of the prompt
@@ -267,11 +267,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, (model, images) in zip(axes[0], panels, strict=True):
         for row in rows:
             if (row["model"], row["images"]) == (model, images):
-                colour, marker = of_ratios[row["ratios"]]
+                color, marker = of_ratios[row["ratios"]]
                 what = "nothing dropped" if row["ratios"] == "none" else row["ratios"]
                 label = f"{row['runtime']}, {what}: {row['ms']:.0f} ms"
                 scales = range(1, len(row["scales_ms"]) + 1)
-                look = {"color": colour, "marker": marker, "ls": styles[row["runtime"]], "ms": 4, "lw": 1.4}
+                look = {"color": color, "marker": marker, "ls": styles[row["runtime"]], "ms": 4, "lw": 1.4}
                 axis.plot(scales, row["scales_ms"], label=label, **look)
         axis.set(xlabel="scale", yscale="log", title=f"{model}, batch {images}", xticks=list(scales))
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

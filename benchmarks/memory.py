@@ -14,7 +14,7 @@ import torch
 
 from nextscale.checkpoints.families import FAMILIES
 from nextscale.checkpoints.load import set_dtype
-from nextscale.estimate import GIB
+from nextscale.engine.memory import GIB
 from nextscale.models.registry import MODELS
 from nextscale.pipeline import Pipeline
 

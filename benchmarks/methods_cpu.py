@@ -17,11 +17,11 @@ import torch
 
 from nextscale import NOVA, DropGuidance, FastVAR, Pipeline, RandomSelection, SparseVAR, ToProVAR, Truncate, kv
 from nextscale.checkpoints.families import FAMILIES
+from nextscale.engine.state import Run
 from nextscale.methods.base import Method
 from nextscale.models.registry import MODELS
-from nextscale.run import Run
 from nextscale.runtime.eager import Eager, Work
-from nextscale.testing import randomise
+from nextscale.testing import randomize
 
 METHODS: dict[str, Method] = {
     "nova": NOVA(),
@@ -90,7 +90,7 @@ def random_pipeline(name: str) -> Pipeline:
     family = FAMILIES[spec.family]
     modules = [family.module(spec.backbone), FAMILIES[str(family.tokenizer)].module(spec.tokenizer)]
     for i, module in enumerate(modules):
-        randomise(module, i)
+        randomize(module, i)
     return Pipeline(*modules, spec, progress_bar=False)
 
 

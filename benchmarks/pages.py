@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextscale.cache.paged import PAGE, PagedCache, Pages
+from nextscale.io.writing import whole_file
 from nextscale.kernels.attention import fused
-from nextscale.kernels.keys import split_and_store
+from nextscale.kernels.kv_store import split_and_store
 from nextscale.methods.selection import Packed
-from nextscale.pages import PAGE, PagedCache, Pages
-from nextscale.runtime.ground import Ground
-from nextscale.writing import whole_file
+from nextscale.runtime.cudagraph.shared_memory import Ground
 from ragged import CALLS, COLD, microseconds
 
 ROWS, HEADS, WIDTH = 2, 16, 128

@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decisions import SIDES, T_EST, Decision, read_decisions
+from nextscale.io.writing import whole_file
 from nextscale.kernels.fp8 import FP8Linear, gelu
-from nextscale.kernels.ragged import ragged_linear
+from nextscale.kernels.ragged_linear import ragged_linear
 from nextscale.methods import NOVA
-from nextscale.methods.activation import Growth
-from nextscale.methods.linkage import KEPT, MOST, Linkage
-from nextscale.writing import whole_file
+from nextscale.methods.nova.growth import Growth
+from nextscale.methods.nova.layer_linkage import KEPT, MOST, Linkage
 
 SHAPES = {  # outputs, inputs, and whether GELU follows
     "qkv": (6144, 2048, False),

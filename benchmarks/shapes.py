@@ -35,8 +35,8 @@ import torch
 from decisions import T_EST, Decision, Next, Recorded, read_decisions, varied
 from memory import random_pipeline
 from nextscale import warming
-from nextscale.estimate import GIB
-from nextscale.models.quantize import to_fp8
+from nextscale.engine.memory import GIB
+from nextscale.models.fp8 import to_fp8
 from nextscale.pipeline import Pipeline
 from nextscale.runtime import make_executor
 from timed import Timed, held, p95, timed, times, wait

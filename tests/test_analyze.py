@@ -12,18 +12,18 @@ from PIL import Image
 
 from conftest import ask, embeds
 from nextscale import NOVA, Pipeline
-from nextscale.analyze import activation_scale, global_layers
-from nextscale.analyze.band import Asked, Band, measure_band, read_prompts
-from nextscale.analyze.data import load, store
-from nextscale.analyze.figures import FIGURES, get_figures
-from nextscale.analyze.study import Study, default_methods
-from nextscale.analyze.style import quoted, rows_of
-from nextscale.analyze.watch import Watcher, WatchingPolicy, watch
-from nextscale.entropy import token_entropy
+from nextscale.engine.entropy import token_entropy
 from nextscale.errors import NextscaleError
 from nextscale.methods import ToProVAR
 from nextscale.methods.naming import parse_methods
 from nextscale.methods.toprovar import ToProVARPolicy
+from nextscale.research.analyze import activation_scale, global_layers
+from nextscale.research.analyze.band import Asked, Band, measure_band, read_prompts
+from nextscale.research.analyze.data import load, store
+from nextscale.research.analyze.figures import FIGURES, get_figures
+from nextscale.research.analyze.study import Study, default_methods
+from nextscale.research.analyze.style import quoted, rows_of
+from nextscale.research.analyze.watch import Watcher, WatchingPolicy, watch
 from nextscale.testing import tiny_infinity, tiny_var
 
 METHODS = "nova:t_est=3,toprovar,sparsevar,truncate:1"

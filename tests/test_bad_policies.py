@@ -155,7 +155,7 @@ def test_a_method_that_starts_nothing(var) -> None:
 
 @pytest.mark.parametrize("callback", [lambda: None, lambda a, b: None, lambda *, end: None, 5, "x"], ids=range(5))
 def test_callbacks_are_looked_at_before_the_first_scale(var, callback, monkeypatch) -> None:
-    monkeypatch.setattr("nextscale.call.generate", lambda *args: pytest.fail("a scale was run"))
+    monkeypatch.setattr("nextscale.engine.request.generate", lambda *args: pytest.fail("a scale was run"))
     with pytest.raises(NextscaleError, match="callback_on_scale_end must be a function of one argument, a ScaleEnd"):
         var(1, callback_on_scale_end=callback)
 

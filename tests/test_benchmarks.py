@@ -60,7 +60,7 @@ def test_shapes_in_random_order_capture_nothing(found, load) -> None:
     assert sum(s["captured"] for s in result["shapes"]) == pipe.captured
     assert all(s["captured"] > 0 for s in result["shapes"])
     assert result["warm_up_s"] == pytest.approx(sum(s["s"] for s in result["shapes"]))
-    warming = load("nextscale.warming")
+    warming = load("nextscale.runtime.warmup")
     assert warming.rehearse.__module__ == warming.__name__, "nobody is watched any more"
 
 

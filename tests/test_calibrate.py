@@ -11,11 +11,11 @@ import torch
 import files
 from files import VAR_CASE
 from nextscale import NOVA, SkipVAR, SparseVAR, ToProVAR
-from nextscale.calibrate.shares import measure_shares
-from nextscale.calibrate.skipvar import calibrate_skipvar
-from nextscale.calibrate.toprovar import calibrate_toprovar
 from nextscale.errors import NextscaleError
-from nextscale.evaluate.ssim import ssim
+from nextscale.research.calibrate.shares import measure_shares
+from nextscale.research.calibrate.skipvar import calibrate_skipvar
+from nextscale.research.calibrate.toprovar import calibrate_toprovar
+from nextscale.research.evaluate.ssim import ssim
 
 LABELS = [i % 10 for i in range(64)]
 

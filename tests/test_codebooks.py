@@ -24,7 +24,7 @@ def nearest(vectors: np.ndarray, book: np.ndarray, cosine: bool) -> np.ndarray:
 @pytest.mark.parametrize("cosine", [True, False])
 def test_the_nearest_code(cosine: bool) -> None:
     generator = torch.Generator().manual_seed(5)
-    config = VQConfig(vocabulary=24, code_dim=4, channels=32, multipliers=(1,), residual_blocks=1, normalised=cosine)
+    config = VQConfig(vocabulary=24, code_dim=4, channels=32, multipliers=(1,), residual_blocks=1, normalized=cosine)
     tokenizer = VQTokenizer(config)
     # Lengths and channels that differ greatly, so that neither may be left out of the rule.
     book = torch.randn(24, 4, generator=generator) * torch.logspace(-1, 1, 24)[:, None] * torch.tensor([9.0, 1, 1, 0.3])

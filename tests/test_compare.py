@@ -16,16 +16,16 @@ import files
 from conftest import ask
 from files import VAR_CASE
 from nextscale import NOVA, Pipeline, Truncate
-from nextscale.analyze.comparison import computed, draw_comparison
-from nextscale.analyze.computed import computed_overall
-from nextscale.analyze.runs import make_all, require_start
-from nextscale.analyze.sheet import amplification, difference, draw_sheet
 from nextscale.cli import main
 from nextscale.errors import NextscaleError
-from nextscale.evaluate import features
-from nextscale.evaluate.psnr import EQUAL
 from nextscale.methods import DropGuidance, SkipVAR
 from nextscale.methods.naming import parse_methods
+from nextscale.research.analyze.comparison import computed, draw_comparison
+from nextscale.research.analyze.computed import computed_overall
+from nextscale.research.analyze.runs import make_all, require_start
+from nextscale.research.analyze.sheet import amplification, difference, draw_sheet
+from nextscale.research.evaluate import features
+from nextscale.research.evaluate.psnr import EQUAL
 from nextscale.testing import tiny_infinity, tiny_var
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import ask
-from nextscale.methods.linkage import DEVIATION, Linkage
+from nextscale.methods.nova.layer_linkage import DEVIATION, Linkage
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from nextscale import MODELS, NextscaleError, Pipeline, Truncate
 from nextscale.checkpoints.int8 import Int8State, pack
 from nextscale.checkpoints.locate import ASSETS
 from nextscale.cli import main
-from nextscale.images import to_pil
+from nextscale.io.images import to_pil
 from nextscale.text.words import END, Lexicon, split
 
 SHORT = Truncate(6)  # 7 of 13 grids: under a second, coarse but the right picture
@@ -159,7 +159,7 @@ def test_the_file_is_the_registered_model_and_small(pipe: Pipeline) -> None:
 
 
 def test_it_was_really_trained(pipe: Pipeline) -> None:
-    """Colours and places follow the prompt."""
+    """Colors and places follow the prompt."""
     prompts = ["a red heart on a yellow background", "a green circle to the left of a blue square"]
     heart, pair = (np.asarray(p, dtype=float) for p in pipe(prompts, seed=[0, 1], method=SHORT).images)
 
@@ -275,6 +275,6 @@ def test_words_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "    airplane (airplanes, " in text
     assert "relations (5)" in text
     assert run_cli(monkeypatch, "words", "colours") == 0
-    assert capsys.readouterr().out.startswith("colours (12)\n    red (crimson, scarlet)\n")
+    assert capsys.readouterr().out.startswith("colors (12)\n    red (crimson, scarlet)\n")
     assert run_cli(monkeypatch, "words", "verbs") == 2
     assert "unknown kind 'verbs'; allowed: objects" in capsys.readouterr().err

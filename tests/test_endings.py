@@ -20,10 +20,10 @@ import nextscale
 from commands import Recorder, Text, run
 from nextscale.cli.ending import _OneLine, exit_code
 from nextscale.errors import NextscaleError, choices, readable
-from nextscale.progress import bar
+from nextscale.io.progress import bar
+from nextscale.io.writing import require_writable, whole_file
 from nextscale.testing import tiny_var
 from nextscale.version import __version__
-from nextscale.writing import require_writable, whole_file
 
 
 def test_a_fault_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_the_machine_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("nextscale.attention.backends", fail)
+        monkeypatch.setattr("nextscale.kernels.sdpa.backends", fail)
         done = run("env")
         assert done.returncode == 1
         assert done.stderr.startswith(sentence)
@@ -70,7 +70,7 @@ def test_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(list(tmp_path.iterdir())) == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nextscale.images.image_paths", lambda out, count: [Path(out)])  # which saves pictures, too
+    monkeypatch.setattr("nextscale.io.images.image_paths", lambda out, count: [Path(out)])  # which saves pictures, too
     monkeypatch.setattr(Image.Image, "save", interrupted)
     monkeypatch.setattr("nextscale.pipeline.Pipeline", Recorder(images=1))
     done = run("generate", "a fox", "--out", tmp_path / "a.png")
@@ -224,14 +224,14 @@ def test_names_that_are_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", [".png", ".JPG", ".bmp", ".gif", ".tiff"])
 def test_drawn_in_any_format(ending: str, tmp_path: Path) -> None:
-    from nextscale.analyze import style
+    from nextscale.research.analyze import style
 
     style.save(style.canvas(1), tmp_path / f"a{ending}")
     with Image.open(tmp_path / f"a{ending}") as picture:
         assert picture.size == (1200, 120)
 
 
-def test_a_format_that_has_no_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_that_has_no_colors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nextscale.checkpoints.locate.locate", None)
     for ending in (".xbm", ".grib", ".txt", ""):
         done = run("compare", "fox", "--out", tmp_path / f"a{ending}")
@@ -310,8 +310,8 @@ def test_the_version_and_what_a_start_loads() -> None:
 
 
 def test_names_of_the_package() -> None:
-    importlib.import_module("nextscale.verify.base")
-    assert nextscale.verify is importlib.import_module("nextscale.verify").verify
+    importlib.import_module("nextscale.research.verify.base")
+    assert nextscale.research.verify is importlib.import_module("nextscale.research.verify").verify
     assert nextscale.Pipeline is importlib.import_module("nextscale.pipeline").Pipeline
     assert nextscale.methods is sys.modules["nextscale.methods"]
     for name in nextscale.__all__:

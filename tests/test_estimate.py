@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_iter
 
 from conftest import ask, embeds, same_tokens
 from nextscale import Pipeline
+from nextscale.engine.memory import GIB, Estimate, estimate
 from nextscale.errors import NextscaleError
-from nextscale.estimate import GIB, Estimate, estimate
 from nextscale.testing import tiny_infinity, tiny_var
 from nextscale.text.t5 import T5Encoder
 
@@ -176,7 +176,7 @@ def test_an_encoder_that_is_not_loaded_yet_counts_when_it_is_needed(monkeypatch)
     pipe.text_encoder = T5Encoder("google/flan-t5-xl", 16, dtype=torch.float16)
     assert pipe.text_encoder.nbytes == 0
     assert pipe.estimate().text_encoder / GIB == pytest.approx(2.28, abs=0.01)
-    monkeypatch.setattr("nextscale.estimate.memory_of", lambda device: GIB)
+    monkeypatch.setattr("nextscale.engine.memory.memory_of", lambda device: GIB)
     with pytest.raises(NextscaleError, match=r"need about 2 GiB, but cpu has 1 GiB"):
         pipe("a fox", pixel_budget="0.06M")
     pipe(prompt_embeds=embeds(3), pixel_budget="0.06M", seed=1, output_type="latent")
@@ -196,7 +196,7 @@ def test_only_text_can_be_offloaded() -> None:
 def test_a_model_in_8_bits_comes_block_by_block(monkeypatch) -> None:
     """So that a small card never holds it as a whole before it is small."""
     from nextscale.kernels.fp8 import FP8Layer
-    from nextscale.models.quantize import to_fp8
+    from nextscale.models.fp8 import to_fp8
 
     pipe = tiny_infinity(width=64).to(torch.bfloat16)
     rounded_before = []

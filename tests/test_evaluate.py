@@ -17,20 +17,20 @@ from killing import kill_after
 from nextscale import NOVA, Pipeline, Truncate
 from nextscale.cli import app
 from nextscale.errors import NextscaleError
-from nextscale.evaluate import session
-from nextscale.evaluate.bench import EQUAL, Bench, Cell, Item, make_items
-from nextscale.evaluate.bench import _read as read_cell
-from nextscale.evaluate.features import why_missing
-from nextscale.evaluate.presets import presets
-from nextscale.evaluate.recogniser import FOLDER, Detection, load_recogniser, read_about
-from nextscale.evaluate.report import Report, Row, as_csv
-from nextscale.evaluate.scenes import TASKS, Ask, Thing, describe, read_asks, some_of
-from nextscale.evaluate.statistics import Estimate, Resampling, at_cost, pareto
-from nextscale.evaluate.sweep import read_sweep, sweep_names
-from nextscale.evaluate.tune import Trial, measure, read_budget, read_space
-from nextscale.locking import LOCK, locked
+from nextscale.io.locking import LOCK, locked
+from nextscale.io.writing import UNFINISHED
 from nextscale.methods.naming import parse_methods
-from nextscale.writing import UNFINISHED
+from nextscale.research.evaluate import session
+from nextscale.research.evaluate.bench import EQUAL, Bench, Cell, Item, make_items
+from nextscale.research.evaluate.bench import _read as read_cell
+from nextscale.research.evaluate.features import why_missing
+from nextscale.research.evaluate.presets import presets
+from nextscale.research.evaluate.recognizer import FOLDER, Detection, load_recognizer, read_about
+from nextscale.research.evaluate.report import Report, Row, as_csv
+from nextscale.research.evaluate.scenes import TASKS, Ask, Thing, describe, read_asks, some_of
+from nextscale.research.evaluate.statistics import Estimate, Resampling, at_cost, pareto
+from nextscale.research.evaluate.sweep import read_sweep, sweep_names
+from nextscale.research.evaluate.tune import Trial, measure, read_budget, read_space
 
 SMALL = {"pixel_budget": "0.06M"}
 
@@ -40,8 +40,8 @@ def pipe() -> Pipeline:
     return Pipeline.from_pretrained(progress_bar=False)
 
 
-def seen(name: str, x: float = 0.5, y: float = 0.5, colour: str = "red") -> Detection:
-    return Detection(name, colour, x, y, 0.9, 0.9)
+def seen(name: str, x: float = 0.5, y: float = 0.5, color: str = "red") -> Detection:
+    return Detection(name, color, x, y, 0.9, 0.9)
 
 
 # The questions
@@ -67,8 +67,8 @@ def test_every_clause_of_a_question_counts() -> None:
     assert three.passes([seen("fox")] * 3)
     assert not three.passes([seen("fox")] * 4)
     blue = Ask("colours", "", (Thing("heart", 1, "blue"),))
-    assert blue.passes([seen("heart", colour="blue")])
-    assert not blue.passes([seen("heart", colour="red")])
+    assert blue.passes([seen("heart", color="blue")])
+    assert not blue.passes([seen("heart", color="red")])
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_describe() -> None:
     assert describe([], ask) == "nothing"
 
 
-# The recogniser
+# The recognizer
 
 
-def test_the_recogniser_is_small_and_was_measured() -> None:
+def test_the_recognizer_is_small_and_was_measured() -> None:
     assert sum(f.stat().st_size for f in FOLDER.iterdir()) <= 4_000_000
     accuracy = read_about()["accuracy"]
     assert set(accuracy) == set(TASKS)
@@ -99,14 +99,14 @@ def test_the_recogniser_is_small_and_was_measured() -> None:
     assert session.unreliable_tasks() == []
 
 
-def test_the_recogniser_sees_what_was_drawn(pipe: Pipeline) -> None:
+def test_the_recognizer_sees_what_was_drawn(pipe: Pipeline) -> None:
     """A picture of the real model; the last scales add nothing that matters here."""
     picture = pipe("two foxes above a blue heart", seed=7, method=Truncate(4), output_type="pt").images * 2 - 1
-    recogniser = load_recogniser()
-    (found,), (nothing,) = recogniser.detect(picture), recogniser.detect(torch.ones(1, 3, 512, 512))
+    recognizer = load_recognizer()
+    (found,), (nothing,) = recognizer.detect(picture), recognizer.detect(torch.ones(1, 3, 512, 512))
     assert sorted(d.name for d in found) == ["fox", "fox", "heart"]
     heart = next(d for d in found if d.name == "heart")
-    assert heart.colour == "blue"
+    assert heart.color == "blue"
     assert all(d.y < heart.y for d in found if d.name == "fox")
     assert nothing == []
 
@@ -271,7 +271,7 @@ def test_the_commands(tmp_path: Path) -> None:
     assert "PSNR vs truncate" in result.output
     rows = {r["method"]: r for r in csv.DictReader((out / "table.csv").read_text().splitlines())}
     assert abs(float(rows["truncate:2"]["psnr vs truncate"])) < 10
-    # Between its neighbours, and so near the line through them.
+    # Between its neighbors, and so near the line through them.
     ends = sorted(float(rows[f"truncate:{k}"]["psnr"]) for k in (1, 3))
     assert ends[0] < float(rows["truncate:2"]["psnr"]) < ends[1]
     assert (out / "curve.png").stat().st_size > 10_000
@@ -399,7 +399,7 @@ def test_folders_are_looked_at_before_a_model_is_loaded(command: list[str], tmp_
 
 def test_scenes_that_the_model_cannot_draw(pipe: Pipeline, tmp_path: Path, monkeypatch) -> None:
     asks = [Ask("single object", prompt, (Thing("fox"),)) for prompt in ("a fox", "a qwertz", "a 猫")]
-    monkeypatch.setattr("nextscale.evaluate.scenes.read_asks", lambda: asks)
+    monkeypatch.setattr("nextscale.research.evaluate.scenes.read_asks", lambda: asks)
     monkeypatch.setattr(Pipeline, "from_pretrained", lambda *args, **options: pipe)
     arguments = ["eval", "scenes", "--methods", "none,truncate:6", "--out", str(tmp_path / "out"), "--seeds", "1"]
     arguments += ["--pixel-budget", "0.06M", "--quiet"]
@@ -468,8 +468,8 @@ def test_losses_are_what_was_lost() -> None:
 
 
 def test_search_spaces_fit_their_methods() -> None:
-    from nextscale.evaluate.tune import SPACES, suggest
     from nextscale.methods import get_method
+    from nextscale.research.evaluate.tune import SPACES, suggest
 
     class Lowest:
         def suggest_categorical(self, name: str, values: list[object]) -> object:

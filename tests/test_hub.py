@@ -18,7 +18,7 @@ import pytest
 
 import files
 from files import CASE_2B, CASE_8B, VAR_CASE
-from nextscale.network import is_reachable
+from nextscale.io.network import is_reachable
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

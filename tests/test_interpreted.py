@@ -35,33 +35,33 @@ METHODS = {
 # Where somebody asks whether a kernel takes a tensor: each of them would say no on a CPU.
 ASKED = (
     "nextscale.methods.base.puts",
-    "nextscale.methods.cached.puts",
+    "nextscale.methods.restore.puts",
     "nextscale.methods.selection.selects",
-    "nextscale.methods.linkage.selects",
+    "nextscale.methods.nova.layer_linkage.selects",
     "nextscale.runtime.eager.looks",
     "nextscale.runtime.eager.takes_packed",
-    "nextscale.kernels.modulate.fuses",
-    "nextscale.models.stream.fuses",
-    "nextscale.kernels.exact.takes",
-    "nextscale.guidance.takes",
-    "nextscale.sampling.takes",
-    "nextscale.entropy.takes",
+    "nextscale.kernels.residual_norm.fuses",
+    "nextscale.models.residual.fuses",
+    "nextscale.kernels.linear_fp32.takes",
+    "nextscale.engine.guidance.takes",
+    "nextscale.engine.sampling.takes",
+    "nextscale.engine.entropy.takes",
     "nextscale.tokenizers.bsq.takes",
 )
 
 
 # Who must have been at work then, by method.
 USED = {
-    "nextscale.sampling.fused_draw": METHODS,
-    "nextscale.guidance.fused_combine": METHODS,
-    "nextscale.kernels.exact.fused_linear": METHODS,
+    "nextscale.engine.sampling.fused_draw": METHODS,
+    "nextscale.engine.guidance.fused_combine": METHODS,
+    "nextscale.kernels.linear_fp32.fused_linear": METHODS,
     "nextscale.tokenizers.bsq.fused_add": METHODS,
     "nextscale.tokenizers.bsq.fused_inputs": METHODS,
-    "nextscale.entropy.fused_entropy": ("nova", "nova, zero", "nova, nearest"),
-    "nextscale.kernels.lens.fused_lens": ("nova", "nova, zero", "nova, nearest"),
-    "nextscale.kernels.lens.fused_lens_of_filled": ("nova", "nova, zero", "nova, nearest"),
-    "nextscale.methods.cached.fused_restore": ("nova", "nova, nearest"),
-    "nextscale.methods.cached.fused_record": ("nova", "nova, nearest"),
+    "nextscale.engine.entropy.fused_entropy": ("nova", "nova, zero", "nova, nearest"),
+    "nextscale.kernels.logit_lens.fused_lens": ("nova", "nova, zero", "nova, nearest"),
+    "nextscale.kernels.logit_lens.fused_lens_of_filled": ("nova", "nova, zero", "nova, nearest"),
+    "nextscale.methods.restore.fused_restore": ("nova", "nova, nearest"),
+    "nextscale.methods.restore.fused_record": ("nova", "nova, nearest"),
     "nextscale.methods.base.fused_put": ("nova, zero",),
 }
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from fences import fenced, fences, some, whole
 from nextscale.kernels import absorbed_triton, few_keys_triton, keys_triton, packed_attention_triton
-from nextscale.kernels.absorbed_triton import fused_fold, fused_softmax
-from nextscale.kernels.attention_pieces_triton import shares_of_keys, shares_on_device
-from nextscale.kernels.attention_triton import fused
 from nextscale.kernels.fp8 import FORMAT, Reads
-from nextscale.kernels.keys_triton import split_and_store
+from nextscale.kernels.triton.absorbed_cross_attention import fused_fold, fused_softmax
+from nextscale.kernels.triton.attention import fused
+from nextscale.kernels.triton.flash_tiles import shares_of_keys, shares_on_device
+from nextscale.kernels.triton.kv_store import split_and_store
 from nextscale.methods.selection import Packed
 from plain import Array, attention, close, cosine, eight_bits, halves, pairs, plain
 

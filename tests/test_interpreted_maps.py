@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from fences import fenced, fences, some, some_tokens
 from nextscale.kernels import exact_triton, filled_lens_triton, norm_triton
-from nextscale.kernels.bits_triton import fused_combine, fused_draw, fused_entropy
-from nextscale.kernels.conv_triton import fused_conv
-from nextscale.kernels.filled_lens_triton import fused_lens_of_filled
 from nextscale.kernels.fp8 import FORMAT, Reads
-from nextscale.kernels.lens import BitHead, Filled, Look
-from nextscale.kernels.lens_triton import fused_head, fused_lens
-from nextscale.kernels.maps_triton import fused_add, fused_inputs
-from nextscale.kernels.thin_triton import fused_norm_and_conv
+from nextscale.kernels.logit_lens import BitHead, Filled, Look
+from nextscale.kernels.triton.bit_sampling import fused_combine, fused_draw, fused_entropy
+from nextscale.kernels.triton.conv import fused_conv
+from nextscale.kernels.triton.conv_out import fused_norm_and_conv
+from nextscale.kernels.triton.feature_maps import fused_add, fused_inputs
+from nextscale.kernels.triton.logit_lens import fused_head, fused_lens
+from nextscale.kernels.triton.restored_logit_lens import fused_lens_of_filled
 from nextscale.methods.selection import Packed
 from plain import (
     Array,

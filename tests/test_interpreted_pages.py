@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from conftest import ask, same_tokens
 from fences import fenced, fences, some, some_tokens, whole
 from nextscale import pages
+from nextscale.cache.kv import count_lengths
+from nextscale.cache.paged import LayerPages, PagedCache, Pages
 from nextscale.kernels import attention_triton, keys_triton, packed_attention_triton
-from nextscale.kernels.attention_triton import fused
 from nextscale.kernels.fp8 import FORMAT, Reads
-from nextscale.kv import count_lengths
+from nextscale.kernels.triton.attention import fused
 from nextscale.methods.base import Method
-from nextscale.pages import LayerPages, PagedCache, Pages
-from nextscale.runtime.graphs import Waiting
+from nextscale.runtime.cudagraph.executor import Waiting
 from nextscale.testing import tiny_hart, tiny_infinity
 from plain import Array, attention, close, cosine, halves, pairs, plain
 from test_runtime import CAPTURED, Pretended
@@ -258,7 +258,7 @@ def paged(monkeypatch) -> None:
     """Programs have pages, of which there are never enough at first, and tokens lie packed."""
     for place in ("program", "eager"):
         monkeypatch.setattr(f"nextscale.runtime.{place}.takes_packed", lambda backbone: True)
-    monkeypatch.setattr("nextscale.runtime.program.PAGE", SIZE)
+    monkeypatch.setattr("nextscale.runtime.cudagraph.static_buffers.PAGE", SIZE)
     monkeypatch.setattr(pages, "FIRST", 0.0)
     monkeypatch.setattr(pages, "STEP", 1)
     for module in (keys_triton, packed_attention_triton):

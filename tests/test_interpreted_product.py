@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fences import fenced, fences, some
 from nextscale.kernels import ragged, ragged_triton
 from nextscale.kernels.fp8 import FORMAT, FP8Linear
-from nextscale.kernels.ragged import ragged_gated, ragged_linear, ragged_rounded
+from nextscale.kernels.ragged_linear import ragged_gated, ragged_linear, ragged_rounded
 from plain import Array, close, eight_bits, gelu, plain, sigmoid
 
 triton = pytest.importorskip("triton")

@@ -18,15 +18,15 @@ from torch import Tensor
 from fences import fenced, fences, some, some_tokens, whole
 from nextscale.kernels import modulate_triton, processors, restore_triton, select_triton
 from nextscale.kernels.fp8 import FORMAT, Reads
-from nextscale.kernels.fp8_triton import BLOCK, fused_cast
-from nextscale.kernels.host_triton import fused_carry
-from nextscale.kernels.modulate import Norm
-from nextscale.kernels.parts import Parts
-from nextscale.kernels.rows_triton import fused_parts
-from nextscale.kernels.select_triton import fused_link_and_select, fused_select
-from nextscale.methods.linkage import Linkage
+from nextscale.kernels.residual_norm import Norm
+from nextscale.kernels.split_k import Parts
+from nextscale.kernels.triton.fp8 import BLOCK, fused_cast
+from nextscale.kernels.triton.linear_small import fused_parts
+from nextscale.kernels.triton.pinned_copy import fused_carry
+from nextscale.kernels.triton.topk_select import fused_link_and_select, fused_select
+from nextscale.methods.nova.layer_linkage import Linkage
 from nextscale.methods.selection import Packed
-from nextscale.models.stream import Stream
+from nextscale.models.residual import Stream
 from plain import Array, close, eight_bits, gelu, highest, layer_norm, plain, resized_tokens
 
 

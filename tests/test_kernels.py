@@ -17,41 +17,41 @@ from torch.nn import functional as F
 import plain
 from conftest import ask, same_tokens
 from nextscale import NOVA
-from nextscale.entropy import attention_entropy, token_entropy
+from nextscale.cache.kv import LayerCache, taken
+from nextscale.engine.entropy import attention_entropy, token_entropy
+from nextscale.engine.guidance import combine
+from nextscale.engine.sampling import keep_top
+from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
-from nextscale.guidance import combine
-from nextscale.kernels.absorbed import absorbs, attend_absorbed
+from nextscale.kernels.absorbed_cross_attention import absorbs, attend_absorbed
 from nextscale.kernels.attention import attend, reference, runs_on
-from nextscale.kernels.bits import fused_draw, takes
+from nextscale.kernels.bit_sampling import fused_draw, takes
 from nextscale.kernels.conv import convolve
 from nextscale.kernels.conv import runs_on as convolves
 from nextscale.kernels.conv import takes as conv_taken
-from nextscale.kernels.exact import linear_exact
+from nextscale.kernels.conv_out import norm_and_conv, taps
+from nextscale.kernels.feature_maps import takes as maps_taken
 from nextscale.kernels.fp8 import FORMAT, FP8Conv, FP8Linear, reads
-from nextscale.kernels.gelu import linear_gelu
-from nextscale.kernels.host import carry
-from nextscale.kernels.keys import split_and_store, stores
-from nextscale.kernels.lens import BitHead, Filled, Lens, Look, fused_lens, looks
-from nextscale.kernels.maps import takes as maps_taken
-from nextscale.kernels.modulate import Norm, fuses, of_rows
-from nextscale.kernels.norm import group_norm, join
-from nextscale.kernels.parts import Parts
+from nextscale.kernels.group_norm import group_norm, join
+from nextscale.kernels.kv_store import split_and_store, stores
+from nextscale.kernels.linear_fp32 import linear_exact
+from nextscale.kernels.linear_gelu import linear_gelu
+from nextscale.kernels.linear_small import linear_for_sum
+from nextscale.kernels.logit_lens import BitHead, Filled, Lens, Look, fused_lens, looks
+from nextscale.kernels.pinned_copy import carry
+from nextscale.kernels.residual_norm import Norm, fuses, of_rows
 from nextscale.kernels.restore import fused_put, fused_record, fused_restore
-from nextscale.kernels.rows import linear_for_sum
-from nextscale.kernels.thin import norm_and_conv, taps
-from nextscale.kv import LayerCache, taken
-from nextscale.methods.cached import CachedPolicy
-from nextscale.methods.linkage import MOST, Linkage
-from nextscale.methods.residual import resize_tokens
-from nextscale.methods.selection import Packed, Selection, keep_highest, scatter
+from nextscale.kernels.split_k import Parts
+from nextscale.methods.nova.layer_linkage import MOST, Linkage
+from nextscale.methods.restore import CachedPolicy
+from nextscale.methods.selection import Packed, Selection, topk_select, scatter
+from nextscale.methods.token_cache import resize_tokens
+from nextscale.models.fp8 import round_convolutions, to_fp8, usual_sizes
 from nextscale.models.infinity import InfinityState, TextAttention
 from nextscale.models.layers import MLP, SelfAttention, rotate_half, rotate_pairs
-from nextscale.models.quantize import round_convolutions, to_fp8, usual_sizes
-from nextscale.models.stream import Stream
+from nextscale.models.residual import Stream
 from nextscale.runtime import make_executor
 from nextscale.runtime.decoder import GPUDecoder
-from nextscale.sampling import keep_top
-from nextscale.schedule import Scale
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 from nextscale.tokenizers.autoencoder import Decoder
 from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
@@ -174,7 +174,7 @@ def test_packed_queries_over_a_text(device: str, counts: list[int], slots: int) 
 @on_gpu
 def test_a_graph_of_packed_queries_is_replayed_with_other_counts(device: str) -> None:
     """One launch for all counts; shares of the keys are put together alike every time."""
-    from nextscale.kernels.packed_attention_triton import tickets
+    from nextscale.kernels.triton.varlen_attention import tickets
 
     torch.manual_seed(0)
     heads, cells = 4, 2048
@@ -231,7 +231,7 @@ def test_attention_that_absorbs_its_linear_layers(device: str, slots: int) -> No
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("shares", [1, 2, 4])
 def test_attention_whose_keys_are_shared(shares: int) -> None:
-    from nextscale.kernels.attention_triton import blocks, fused, shares_of_keys
+    from nextscale.kernels.triton.attention import blocks, fused, shares_of_keys
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, 128, device="cuda").bfloat16() for n in (70, 700, 700))
@@ -534,7 +534,7 @@ def test_selection(device: str, cells: int) -> None:
     count = torch.randint(1, cells + 1, (3,))
     for images in (3, 1):
         for copies in (1, 2):
-            found = keep_highest(score[:images].to(device), count[:images].to(device), copies)
+            found = topk_select(score[:images].to(device), count[:images].to(device), copies)
             assert isinstance(found, Packed) == (device == "cuda")
             assert found.count.tolist() == count[:images].tolist() * copies
             mask = torch.zeros(images * copies, cells, dtype=torch.bool)
@@ -558,7 +558,7 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
     (h, w), (height, width) = grids
     cells, channels = height * width, 96
     x, cached = torch.randn(2, cells, channels), torch.randn(2, h * w, channels)
-    chosen = keep_highest(torch.randn(2, cells), torch.tensor([1, max(cells // 2, 1)]))
+    chosen = topk_select(torch.randn(2, cells), torch.tensor([1, max(cells // 2, 1)]))
     y = torch.randn(2, chosen.index.shape[1], channels)
     policy = CachedPolicy.__new__(CachedPolicy)
     policy.kind = "residual"
@@ -632,7 +632,7 @@ def test_the_lens_follows_holes_that_are_filled(device: str, mode: str, grids) -
         entropy = token_entropy(torch.stack((torch.zeros_like(z), z), dim=-1))
         cached = torch.randn(4, h * w, channels, device=device).to(dtype_of(device))
         count = torch.tensor([1 + layer, cells // 3], device=device).repeat(2)
-        chosen = keep_highest(entropy.float().repeat(2, 1), count)
+        chosen = topk_select(entropy.float().repeat(2, 1), count)
         assert isinstance(chosen, Packed)
         y = torch.randn(1, 4 * cells, channels, device=device)
         assert off(lens.entropy(x, "token"), entropy) < 1e-5

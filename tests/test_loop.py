@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from conftest import ask, embeds, same_tokens
-from nextscale.draws import PerImageDraws
+from nextscale.cache.kv import LayerCache
+from nextscale.engine.rng import PerImageDraws
+from nextscale.engine.schedule import INFINITY_GRIDS, PIXEL_BUDGETS, infinity_schedule
 from nextscale.errors import NextscaleError
-from nextscale.kv import LayerCache
 from nextscale.methods.base import Context, Method, Policy, ScalePlan
 from nextscale.methods.selection import Selection
 from nextscale.models.infinity import rotary_table
-from nextscale.schedule import INFINITY_GRIDS, PIXEL_BUDGETS, infinity_schedule
 from nextscale.testing import tiny_infinity, tiny_var
 
 UNGUIDED = {"var": 0.0, "infinity": 1.0, "hart": 0.0}
@@ -68,7 +68,7 @@ def test_a_batch_equals_single_runs(any_pipe, monkeypatch) -> None:
         watched.append(WatchedDraws(seeds, device))
         return watched[-1]
 
-    monkeypatch.setattr("nextscale.draws.PerImageDraws", make)
+    monkeypatch.setattr("nextscale.engine.rng.PerImageDraws", make)
     batch = ask(any_pipe, 3)
     for i in range(3):
         single = ask(any_pipe, 1, first=i)
@@ -187,7 +187,7 @@ def test_the_same_random_numbers_with_and_without_a_method(any_pipe) -> None:
             return noise
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nextscale.draws.PerImageDraws", Noting)
+        patch.setattr("nextscale.engine.rng.PerImageDraws", Noting)
         for method in (None, Rules(keep=True, skip=((0, 2), (0, 5)), unguided=((0, 4),))):
             seen.append({})
             ask(any_pipe, 2, method=method)

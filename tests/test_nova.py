@@ -9,14 +9,14 @@ import torch
 
 from conftest import ask
 from nextscale import NOVA
-from nextscale.entropy import attention_entropy, token_entropy
-from nextscale.methods.activation import Growth
+from nextscale.engine.entropy import attention_entropy, token_entropy
+from nextscale.engine.state import Rows
 from nextscale.methods.base import Stats
-from nextscale.methods.linkage import Linkage
 from nextscale.methods.nova import NOVAPolicy
-from nextscale.methods.residual import resize_tokens
-from nextscale.methods.selection import Packed, Selection, keep_highest, scatter
-from nextscale.run import Rows
+from nextscale.methods.nova.growth import Growth
+from nextscale.methods.nova.layer_linkage import Linkage
+from nextscale.methods.selection import Packed, Selection, topk_select, scatter
+from nextscale.methods.token_cache import resize_tokens
 
 
 def grow(entropies: list[float], t_est: int = 3, alpha: float = 0.5) -> Growth:
@@ -117,9 +117,9 @@ def test_the_most_certain_tokens_are_dropped(infinity) -> None:
 
 
 def policy_for(n: int, **fields) -> tuple[NOVAPolicy, Stats]:
+    from nextscale.engine.sampling import Sampling
+    from nextscale.engine.schedule import Schedule
     from nextscale.methods.base import Context
-    from nextscale.sampling import Sampling
-    from nextscale.schedule import Schedule
 
     schedule = Schedule.squares((1, 2, 3, 4, 6, 8, 10))
     sampling = Sampling.make(len(schedule), guidance=(1.0,) * len(schedule))
@@ -158,11 +158,11 @@ def test_what_fills_the_holes() -> None:
 
 def test_keep_highest() -> None:
     score = torch.tensor([[1.0, 5.0, 3.0, 3.0, 0.0], [9.0, 8.0, 7.0, 6.0, 5.0]])
-    chosen = keep_highest(score, torch.tensor([2, 4]))
+    chosen = topk_select(score, torch.tensor([2, 4]))
     assert chosen.index[0, :2].tolist() == [1, 2]  # of equal scores the earlier cell
     assert chosen.index[1].tolist() == [0, 1, 2, 3]
     assert chosen.mask(5).tolist() == [[False, True, True, False, False], [True, True, True, True, False]]
-    twice = keep_highest(score, torch.tensor([2, 4]), copies=2)
+    twice = topk_select(score, torch.tensor([2, 4]), copies=2)
     assert twice.count.tolist() == [2, 4, 2, 4]
     assert torch.equal(twice.mask(5), chosen.mask(5).repeat(2, 1))
 
@@ -290,12 +290,12 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
         with monkeypatch.context() as patch:
             patch.setattr("nextscale.methods.base.puts", lambda x: True)
             patch.setattr("nextscale.methods.base.fused_put", put)
-            patch.setattr("nextscale.methods.cached.puts", lambda x: True)
-            patch.setattr("nextscale.methods.cached.fused_record", record)
-            patch.setattr("nextscale.methods.cached.fused_restore", restore)
+            patch.setattr("nextscale.methods.restore.puts", lambda x: True)
+            patch.setattr("nextscale.methods.restore.fused_record", record)
+            patch.setattr("nextscale.methods.restore.fused_restore", restore)
             patch.setattr("nextscale.runtime.eager.looks", lambda x: True)
-            patch.setattr("nextscale.kernels.lens.fused_lens", whole)
-            patch.setattr("nextscale.kernels.lens.fused_lens_of_filled", filled)
+            patch.setattr("nextscale.kernels.logit_lens.fused_lens", whole)
+            patch.setattr("nextscale.kernels.logit_lens.fused_lens_of_filled", filled)
             patch.setattr("nextscale.runtime.eager.takes_packed", lambda backbone: True)
             patch.setattr(
                 Linkage, "keep", lambda rule, e, *rest, **more: packed(keep(rule, e, *rest, **more), e.shape[1])

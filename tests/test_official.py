@@ -91,7 +91,7 @@ def test_attributes_say_what_shapes_do_not() -> None:
     pipe = nextscale.from_official(model)
     assert pipe.backbone.config.eps == 1e-5
     assert pipe.tokenizer.config.phi_ratio == 0.25
-    assert pipe.tokenizer.config.normalised
+    assert pipe.tokenizer.config.normalized
 
 
 def test_compiled_modules_and_half_precision_blocks() -> None:

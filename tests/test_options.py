@@ -12,11 +12,11 @@ import typer
 from commands import Recorder, run
 from nextscale import MODELS
 from nextscale.cli import app, complete
-from nextscale.devices import DTYPES
+from nextscale.engine.schedule import EXTENDED, PIXEL_BUDGETS
+from nextscale.io.devices import DTYPES
 from nextscale.methods import METHODS, NOVA, Compose, SparseVAR, Truncate
-from nextscale.methods.stored import stored_names
+from nextscale.methods.package_data import stored_names
 from nextscale.runtime import RUNTIMES
-from nextscale.schedule import EXTENDED, PIXEL_BUDGETS
 
 CLI: Any = typer.main.get_command(app)
 
@@ -122,9 +122,9 @@ def test_export(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise Reached
 
     work = type("Work", (), {"settings": lambda self: {}})()
-    monkeypatch.setattr("nextscale.export.work.Work.read", read)
-    monkeypatch.setattr("nextscale.export.folder.Folder.check", check)
-    monkeypatch.setattr("nextscale.export.run.export", export)
+    monkeypatch.setattr("nextscale.research.export.work.Work.read", read)
+    monkeypatch.setattr("nextscale.research.export.folder.Folder.check", check)
+    monkeypatch.setattr("nextscale.research.export.run.export", export)
     values = {"benchmark": "dpg", "out": tmp_path, "prompts": tmp_path / "p", "images": 5, "seed": 41, **METHOD}
     values |= {
         "shard": "2/3",
@@ -155,8 +155,8 @@ def test_compare(several: bool, recorder: Recorder, tmp_path: Path, monkeypatch:
         recorder.asked = {"args": args, **options}
         raise Reached
 
-    monkeypatch.setattr("nextscale.analyze.runs.make_all", make_all)
-    monkeypatch.setattr("nextscale.writing.require_writable", lambda path: recorder.more.update(json=path))
+    monkeypatch.setattr("nextscale.research.analyze.runs.make_all", make_all)
+    monkeypatch.setattr("nextscale.io.writing.require_writable", lambda path: recorder.more.update(json=path))
     values = {"prompt": "a fox", "seed": 41, "out": tmp_path / "new" / "a.png", "json_": tmp_path / "a.json", **LOADED}
     values |= {"aspect_ratio": 1.5, "pixel_budget": "0.25M", "methods": "nova:balanced+truncate:1,truncate:2", **METHOD}
     given = [str(a) for a in arguments("compare", values)]
@@ -181,10 +181,12 @@ def test_analyze(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyP
         recorder.asked["args"] = args
         raise Reached
 
-    monkeypatch.setattr("nextscale.analyze.study.Study", study)
-    monkeypatch.setattr("nextscale.writing.require_writable", lambda path: recorder.more.update(report=path))
-    monkeypatch.setattr("nextscale.writing.require_folder", lambda path: recorder.more.update(out=path))
-    monkeypatch.setattr("nextscale.analyze.figures.get_figures", lambda text: recorder.more.update(figures=text))
+    monkeypatch.setattr("nextscale.research.analyze.study.Study", study)
+    monkeypatch.setattr("nextscale.io.writing.require_writable", lambda path: recorder.more.update(report=path))
+    monkeypatch.setattr("nextscale.io.writing.require_folder", lambda path: recorder.more.update(out=path))
+    monkeypatch.setattr(
+        "nextscale.research.analyze.figures.get_figures", lambda text: recorder.more.update(figures=text)
+    )
     (tmp_path / "p.txt").write_text("birds\ta duck\n")
     values = {"prompt": "a fox", "prompts": tmp_path / "p.txt", "out": tmp_path / "out", "figures": "kept,change"}
     values |= {"methods": "sparsevar:hart,truncate:2", "report": tmp_path / "r.html", "seed": 41, **LOADED}

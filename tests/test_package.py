@@ -64,7 +64,7 @@ def archive(built: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "NOTICE", "MODEL_CARD.md"])
-def test_licences_and_notices_travel(name: str, wheel: dict[str, bytes], archive: dict[str, int]) -> None:
+def test_licenses_and_notices_travel(name: str, wheel: dict[str, bytes], archive: dict[str, int]) -> None:
     assert wheel[f"dist-info/licenses/{name}"] == (ROOT / name).read_bytes()
     assert archive[name] == (ROOT / name).stat().st_size
 

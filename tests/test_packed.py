@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from conftest import ask, same_tokens
 from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SparseVAR, ToProVAR
-from nextscale.kernels.modulate import Norm, fuses
-from nextscale.kernels.parts import Parts
+from nextscale.kernels.residual_norm import Norm, fuses
+from nextscale.kernels.split_k import Parts
 from nextscale.methods.base import Method, Policy
-from nextscale.methods.linkage import Linkage
-from nextscale.methods.selection import Packed, Selection, gather, keep_highest, scatter
-from nextscale.models.stream import Stream
+from nextscale.methods.nova.layer_linkage import Linkage
+from nextscale.methods.selection import Packed, Selection, gather, topk_select, scatter
+from nextscale.models.residual import Stream
 from nextscale.runtime import eager
 from nextscale.runtime.eager import Eager
 from test_runtime import Pretended
@@ -303,7 +303,7 @@ def test_packed_tokens_through_a_whole_run(any_pipe, method: str, monkeypatch) -
     assert all(known)
     monkeypatch.setattr(Linkage, "keep", as_kernels_choose(Linkage.keep))
     for module in ("fastvar", "random_selection", "sparsevar", "toprovar"):
-        monkeypatch.setattr(f"nextscale.methods.{module}.keep_highest", as_kernels_choose(keep_highest))
+        monkeypatch.setattr(f"nextscale.methods.{module}.keep_highest", as_kernels_choose(topk_select))
     check()
     known.clear()
     other.executor = Pretended()

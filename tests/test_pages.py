@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nextscale import pages
-from nextscale.pages import PagedCache, Pages
-from nextscale.runtime.ground import Ground
-from nextscale.runtime.recorded import Report, Told
+from nextscale.cache.paged import PagedCache, Pages
+from nextscale.runtime.cudagraph.capture import Report, Told
+from nextscale.runtime.cudagraph.shared_memory import Ground
 
 HEADS, SIZE, WIDTH = 2, 4, 8
 

@@ -15,9 +15,9 @@ from nextscale import Pipeline
 from nextscale.checkpoints.families import backbones
 from nextscale.checkpoints.files import open_states
 from nextscale.checkpoints.pretrained import official_part
+from nextscale.engine.schedule import infinity_schedule, is_far
 from nextscale.errors import NextscaleError
 from nextscale.models.registry import MODELS
-from nextscale.schedule import infinity_schedule, is_far
 
 
 @pytest.fixture

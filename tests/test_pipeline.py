@@ -13,7 +13,7 @@ import torch
 from conftest import ask, embeds, same_tokens
 from nextscale import NOVA
 from nextscale.errors import NextscaleError
-from nextscale.images import from_pil, to_pil
+from nextscale.io.images import from_pil, to_pil
 from nextscale.testing import tiny_infinity, tiny_var
 
 

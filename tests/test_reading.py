@@ -10,12 +10,12 @@ import pytest
 
 from nextscale import reading
 from nextscale.errors import NextscaleError
-from nextscale.evaluate.score_files import Folder, read_prompts
-from nextscale.evaluate.sweep import read_sweep
-from nextscale.evaluate.tune import read_space
-from nextscale.export.manifest import read_manifest
-from nextscale.export.work import Work
-from nextscale.reading import read_json, read_lines
+from nextscale.io.reading import read_json, read_lines
+from nextscale.research.evaluate.score_files import Folder, read_prompts
+from nextscale.research.evaluate.sweep import read_sweep
+from nextscale.research.evaluate.tune import read_space
+from nextscale.research.export.manifest import read_manifest
+from nextscale.research.export.work import Work
 from nextscale.text.words import Lexicon
 
 DEEP = b"[" * 100_000 + b"]" * 100_000

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from nextscale import NOVA, FastVAR, SparseVAR, ToProVAR
+from nextscale.engine.sampling import Sampling
+from nextscale.engine.schedule import Schedule
+from nextscale.engine.state import Rows
 from nextscale.methods.base import Context, Stats
 from nextscale.methods.selection import Selection
-from nextscale.run import Rows
-from nextscale.sampling import Sampling
-from nextscale.schedule import Schedule
 
 SIDES = (1, 2, 3, 4, 8)
 GROUP = ("self", "ffn")

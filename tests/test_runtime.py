@@ -16,24 +16,24 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import behaviours
+import behaviors
 from conftest import ask, same_tokens
 from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SkipVAR, SparseVAR, ToProVAR, Truncate
-from nextscale.draws import FixedDraws, PerImageDraws
+from nextscale.engine.rng import FixedDraws, PerImageDraws
+from nextscale.engine.schedule import Schedule
+from nextscale.engine.state import Rows
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Context, Method, Policy
-from nextscale.methods.numbers import FetchedNumbers
-from nextscale.methods.residual import Places, TokenCaches
-from nextscale.models.quantize import to_fp8
-from nextscale.packing import pack
-from nextscale.run import Rows
+from nextscale.methods.device_inputs import FetchedNumbers
+from nextscale.methods.token_cache import Places, TokenCaches
+from nextscale.models.fp8 import to_fp8
+from nextscale.models.packing import pack
 from nextscale.runtime import make_executor, with_enough_memory
 from nextscale.runtime.compiled import Compiled
+from nextscale.runtime.cudagraph.capture import SHORT, Report, Told
+from nextscale.runtime.cudagraph.executor import Graphs
 from nextscale.runtime.decoder import GPUDecoder, doubled
 from nextscale.runtime.eager import Eager
-from nextscale.runtime.graphs import Graphs
-from nextscale.runtime.recorded import SHORT, Report, Told
-from nextscale.schedule import Schedule
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 from nextscale.tokenizers.autoencoder import Decoder, Upsample
 
@@ -297,7 +297,7 @@ SHAPES: tuple[dict, ...] = ({}, {"greedy": True}, {"guidance_layers": -1}, {"gui
 
 
 def test_graphs_of_several_shapes_live_side_by_side(var, monkeypatch) -> None:
-    monkeypatch.setattr("nextscale.runtime.graphs.MAX_PROGRAMS", len(SHAPES))
+    monkeypatch.setattr("nextscale.runtime.cudagraph.executor.MAX_PROGRAMS", len(SHAPES))
     other = copy.copy(var)
     other.executor = graphs = Pretended()
     for round_ in range(2):
@@ -334,7 +334,7 @@ def test_graphs_of_other_shapes_leave_when_memory_is_scarce(var, monkeypatch) ->
     assert tries == [3, 0]
     assert len(graphs.programs) == 1
     assert not graphs.reason
-    monkeypatch.setattr("nextscale.runtime.graphs.is_scarce", lambda device: True)
+    monkeypatch.setattr("nextscale.runtime.cudagraph.executor.is_scarce", lambda device: True)
     ask(other, 1, output_type="latent")
     assert len(graphs.programs) == 1
 
@@ -647,18 +647,18 @@ def emulated(pipe):
 
 
 def test_settings_are_those_of_the_call(any_pipe) -> None:
-    behaviours.settings_are_those_of_the_call(any_pipe, emulated(any_pipe))
+    behaviors.settings_are_those_of_the_call(any_pipe, emulated(any_pipe))
 
 
 def test_numbers_are_told(any_pipe) -> None:
-    behaviours.numbers_are_told(any_pipe, emulated(any_pipe))
+    behaviors.numbers_are_told(any_pipe, emulated(any_pipe))
 
 
 def test_prompts_of_any_length() -> None:
     pipe = tiny_infinity(text_length=128)
     other = emulated(pipe)
     other.executor.text_slots = Graphs.text_slots
-    behaviours.prompts_of_any_length(pipe, other)
+    behaviors.prompts_of_any_length(pipe, other)
 
 
 @pytest.mark.parametrize(
@@ -675,7 +675,7 @@ def test_what_only_the_host_reads_of_a_method_is_not_captured(infinity, method, 
     recorded = []
     for m in (method, method, method, like, method, unlike):
         expected, found = (ask(pipe, 1, method=m, output_type="latent") for pipe in (infinity, other))
-        assert behaviours.same(expected, found), m
+        assert behaviors.same(expected, found), m
         recorded.append(other.executor.recorded)
     assert recorded[2:5] == [recorded[1]] * 3
     assert recorded[5] > recorded[4]
@@ -688,7 +688,7 @@ def test_parts_that_decide_on_the_host_are_not_captured(infinity) -> None:
     recorded = []
     for method in (nova, nova, nova + DropGuidance(6), nova + DropGuidance(7), nova + DropGuidance(6), nova):
         expected, found = (ask(pipe, 1, method=method, output_type="latent") for pipe in (infinity, other))
-        assert behaviours.same(expected, found), method
+        assert behaviors.same(expected, found), method
         recorded.append(other.executor.recorded)
     assert len(other.executor.programs) == 1
     assert [b - a for a, b in pairwise(recorded)] == [0, 2, 1, 0, 0]
@@ -696,7 +696,7 @@ def test_parts_that_decide_on_the_host_are_not_captured(infinity) -> None:
 
 def test_settings_are_those_of_the_call_of_a_method(infinity) -> None:
     method = NOVA(t_est=2, alpha=10, entropy_of="guided")
-    behaviours.settings_are_those_of_the_call(infinity, emulated(infinity), method)
+    behaviors.settings_are_those_of_the_call(infinity, emulated(infinity), method)
 
 
 @pytest.mark.parametrize("kind", [NOVA, SparseVAR, ToProVAR])
@@ -711,30 +711,30 @@ def test_methods_are_those_of_the_call(infinity, kind) -> None:
         ToProVAR: [ToProVAR(**{"tau": 0.3, "a_max": 0.9, **given}) for given in ({"center": False}, {}, {"tau": 0.9})],
     }
     methods = [*methods[:5], *more[kind]]
-    behaviours.methods_are_those_of_the_call(infinity, emulated(infinity), methods)
+    behaviors.methods_are_those_of_the_call(infinity, emulated(infinity), methods)
 
 
 @pytest.mark.parametrize("name", [None, "nova", "sparsevar"])
 def test_an_old_output_stays(infinity, name) -> None:
-    behaviours.an_old_output_stays(infinity, emulated(infinity), name and CAPTURED[name])
+    behaviors.an_old_output_stays(infinity, emulated(infinity), name and CAPTURED[name])
 
 
 @pytest.mark.parametrize("make", [tiny_var, tiny_infinity, tiny_hart])
 def test_infinite_logits_are_noticed(make) -> None:
-    behaviours.infinite_logits_are_noticed(emulated(make()))
+    behaviors.infinite_logits_are_noticed(emulated(make()))
 
 
-@pytest.mark.parametrize("how", [None, *behaviours.LEAVING])
+@pytest.mark.parametrize("how", [None, *behaviors.LEAVING])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
 def test_what_a_callback_keeps_stays(infinity, how, captured: bool) -> None:
-    method = how and behaviours.Leaving(**behaviours.LEAVING[how])
-    behaviours.what_a_callback_keeps_stays(emulated(infinity) if captured else infinity, method)
+    method = how and behaviors.Leaving(**behaviors.LEAVING[how])
+    behaviors.what_a_callback_keeps_stays(emulated(infinity) if captured else infinity, method)
 
 
-@pytest.mark.parametrize("like", [None, behaviours.REDUCED], ids=["plain", "nova"])
-@pytest.mark.parametrize("how", behaviours.LEAVING)
+@pytest.mark.parametrize("like", [None, behaviors.REDUCED], ids=["plain", "nova"])
+@pytest.mark.parametrize("how", behaviors.LEAVING)
 def test_images_that_leave(infinity, how: str, like) -> None:
-    again = behaviours.images_that_leave(infinity, emulated(infinity), behaviours.LEAVING[how], like)
+    again = behaviors.images_that_leave(infinity, emulated(infinity), behaviors.LEAVING[how], like)
     assert again == 0, "calls like earlier ones find their graphs"
 
 
@@ -742,16 +742,16 @@ def test_images_that_leave(infinity, how: str, like) -> None:
     "like", [NOVA(t_est=2, alpha=0.0), FastVAR(scale_table="0.5:0.3 1:0.6")], ids=["nova", "fastvar"]
 )
 def test_skipvar_decides_for_each_image(infinity, like, tmp_path) -> None:
-    behaviours.skipvar_decides_for_each_image(infinity, emulated(infinity), like, tmp_path)
+    behaviors.skipvar_decides_for_each_image(infinity, emulated(infinity), like, tmp_path)
 
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_batches_are_filled_up(infinity, name: str) -> None:
-    behaviours.batches_are_filled_up(infinity, emulated(infinity), CAPTURED[name])
+    behaviors.batches_are_filled_up(infinity, emulated(infinity), CAPTURED[name])
 
 
 def test_batches_of_any_model_are_filled_up(any_pipe) -> None:
-    behaviours.batches_are_filled_up(any_pipe, emulated(any_pipe), None)
+    behaviors.batches_are_filled_up(any_pipe, emulated(any_pipe), None)
 
 
 def test_a_callback_sees_the_pictures_that_were_asked_for(infinity) -> None:

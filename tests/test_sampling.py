@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from nextscale.draws import PerImageDraws
-from nextscale.guidance import combine, combine_inside, ramp
-from nextscale.sampling import FEW, Sampling, keep_told_top, keep_top
-from nextscale.schedule import INFINITY_GRIDS, Schedule, infinity_schedule, infinity_schedule_for_size
+from nextscale.engine.guidance import combine, combine_inside, ramp
+from nextscale.engine.rng import PerImageDraws
+from nextscale.engine.sampling import FEW, Sampling, keep_told_top, keep_top
+from nextscale.engine.schedule import INFINITY_GRIDS, Schedule, infinity_schedule, infinity_schedule_for_size
 from nextscale.tokenizers.vq import _PHI_OF_SCALE, phi_of_scale
 
 

@@ -15,13 +15,13 @@ from PIL import Image
 
 from nextscale.cli import main
 from nextscale.errors import NextscaleError
-from nextscale.evaluate import score as module
-from nextscale.evaluate import score_files, scorers
-from nextscale.evaluate.distances import frechet_distance, kernel_distance
-from nextscale.evaluate.psnr import EQUAL, psnr
-from nextscale.evaluate.score import interval
-from nextscale.evaluate.score_files import open_folder, read_prompts
-from nextscale.evaluate.score_metrics import METRICS, Metric, get_metrics, load, require
+from nextscale.research.evaluate import score as module
+from nextscale.research.evaluate import score_files, scorers
+from nextscale.research.evaluate.distances import frechet_distance, kernel_distance
+from nextscale.research.evaluate.psnr import EQUAL, psnr
+from nextscale.research.evaluate.score import interval
+from nextscale.research.evaluate.score_files import open_folder, read_prompts
+from nextscale.research.evaluate.score_metrics import METRICS, Metric, get_metrics, load, require
 
 CPU = torch.device("cpu")
 NAMES = ("2.png", "10.png", "deep/er/1.jpg")

@@ -7,8 +7,8 @@ import pytest
 from nextscale import NOVA, FastVAR, SkipVAR, ToProVAR
 from nextscale.errors import NextscaleError
 from nextscale.methods import METHODS
+from nextscale.methods.package_data import PRESETS, stored, stored_names
 from nextscale.methods.skipvar import read_decision
-from nextscale.methods.stored import PRESETS, stored, stored_names
 from nextscale.methods.tables import read_table, relative_ratio
 
 

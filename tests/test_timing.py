@@ -10,7 +10,7 @@ import pytest
 
 import nextscale
 from commands import run
-from nextscale.loop import ScaleEnd
+from nextscale.engine.loop import ScaleEnd
 from nextscale.testing import tiny_var
 
 
@@ -30,7 +30,7 @@ class Time:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     clock = Time()
-    monkeypatch.setattr("nextscale.devices.time", clock)
+    monkeypatch.setattr("nextscale.io.devices.time", clock)
     return clock
 
 

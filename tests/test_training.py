@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from nextscale import Pipeline
-from nextscale.evaluate.recogniser import Detection, load_recogniser
-from nextscale.evaluate.scenes import TASKS, Ask, read_asks
 from nextscale.models.infinity import TextCondition
-from nextscale.testing import randomise
+from nextscale.research.evaluate.recognizer import Detection, load_recognizer
+from nextscale.research.evaluate.scenes import TASKS, Ask, read_asks
+from nextscale.testing import randomize
 from nextscale.text.words import Lexicon, WordEncoder
 
 ROOT = Path(__file__).parents[1]
@@ -52,14 +52,14 @@ def test_captions_can_be_read_and_describe_the_scene(vocabulary: dict, lexicon: 
     for scene, tokens, length in zip(drawn, batch.tokens, batch.lengths, strict=True):
         said = {lexicon.entries[t - 1].name for t in tokens[: length - 1].tolist()}
         for item in scene.items:
-            thing = vocabulary["objects" if item.colour is None else "shapes"][item.index]["name"]
+            thing = vocabulary["objects" if item.color is None else "shapes"][item.index]["name"]
             assert thing in said, scene.caption
             assert item.count == 1 or ("one", "two", "three", "four")[item.count - 1] in said, scene.caption
-            if item.colour is not None and item.named:
-                assert maker.colours[item.colour] in said
+            if item.color is not None and item.named:
+                assert maker.colors[item.color] in said
         assert scene.style == 0 or scenes.STYLES[scene.style] in said, scene.caption
         assert len(scene.places) == sum(item.count for item in scene.items) <= scenes.SLOTS
-        objects = [item.index for item in scene.items if item.colour is None]
+        objects = [item.index for item in scene.items if item.color is None]
         assert not any(scenes.held_out(a, b) for i, a in enumerate(objects) for b in objects[i + 1 :])
 
 
@@ -85,22 +85,22 @@ def test_held_out_pairs(vocabulary: dict) -> None:
     unseen = scenes.Scenes(vocabulary, unseen=True)
     rng = np.random.default_rng(0)
     for _ in range(20):
-        a, b = (item.index for item in unseen.draw(rng, "pair").items if item.colour is None)
+        a, b = (item.index for item in unseen.draw(rng, "pair").items if item.color is None)
         assert scenes.held_out(a, b)
 
 
-def test_the_painter_puts_the_right_colour_at_the_right_place(vocabulary: dict, lexicon: Lexicon) -> None:
+def test_the_painter_puts_the_right_color_at_the_right_place(vocabulary: dict, lexicon: Lexicon) -> None:
     maker = scenes.Scenes(vocabulary)
     square = [s["name"] for s in vocabulary["shapes"]].index("square")
-    colours = [c["rgb"] for c in vocabulary["colours"]]
-    red, blue, white = (maker.colours.index(c) for c in ("red", "blue", "white"))
+    colors = [c["rgb"] for c in vocabulary["colours"]]
+    red, blue, white = (maker.colors.index(c) for c in ("red", "blue", "white"))
     items = (scenes.Item(square, 1, red), scenes.Item(square, 1, blue))
     places = ((0.25, 0.5, 0.3), (0.75, 0.25, 0.2))
     scene = scenes.Scene("pair", items, 0, "plain", (white, white), places, "a red square and a blue square")
     batch = scenes.batch_of([scene], vocabulary, lexicon)
     picture = Painter(stand_ins(vocabulary), "cpu", 128).paint(batch)[0].add(1).mul(127.5)
-    for (x, y), colour in (((32, 64), red), ((96, 32), blue), ((96, 100), white), ((5, 5), white)):
-        assert torch.allclose(picture[:, y, x], torch.tensor(colours[colour]).float(), atol=1.5), (x, y)
+    for (x, y), color in (((32, 64), red), ((96, 32), blue), ((96, 100), white), ((5, 5), white)):
+        assert torch.allclose(picture[:, y, x], torch.tensor(colors[color]).float(), atol=1.5), (x, y)
 
 
 def test_training_computes_what_the_package_computes(vocabulary: dict) -> None:
@@ -109,12 +109,12 @@ def test_training_computes_what_the_package_computes(vocabulary: dict) -> None:
     config["transformer"]["text_dropout"] = 0.0
     trainer = Trainer(config, torch.device("cpu"))
     for seed, module in enumerate((trainer.backbone, trainer.text, trainer.tokenizer)):
-        randomise(module, seed)
+        randomize(module, seed)
     rng = np.random.default_rng(0)
     drawn = [scenes.Scenes(vocabulary).draw(rng) for _ in range(3)]
     schedule = common.grids(7)
     features = torch.randn(3, 16, 16, 16, generator=torch.Generator().manual_seed(1))
-    made = common.quantise(trainer.tokenizer, features, schedule, trainer.whole, torch.full((3, 7), 0.2))
+    made = common.quantize(trainer.tokenizer, features, schedule, trainer.whole, torch.full((3, 7), 0.2))
     with torch.no_grad():
         ours = trainer.logits(made.inputs, scenes.batch_of(drawn, vocabulary, trainer.lexicon), schedule)
         texts = WordEncoder(trainer.lexicon, trainer.text).encode([s.caption for s in drawn])
@@ -128,12 +128,12 @@ def test_labels_repair_flipped_bits() -> None:
     trainer = Trainer(config, torch.device("cpu"))
     schedule = common.grids(7)
     features = 0.3 * torch.randn(2, 16, 16, 16, generator=torch.Generator().manual_seed(1))
-    plain = common.quantise(trainer.tokenizer, features, schedule, schedule)
-    encoded = trainer.tokenizer.quantise(features, next(iter(schedule)))
+    plain = common.quantize(trainer.tokenizer, features, schedule, schedule)
+    encoded = trainer.tokenizer.quantize(features, next(iter(schedule)))
     assert torch.equal(plain.labels[0], encoded)
     flips = torch.zeros(2, 7)
     flips[:, 0] = 1.0  # every bit of the first scale is written wrongly, so the second must undo it
-    wrong = common.quantise(trainer.tokenizer, features, schedule, schedule, flips)
+    wrong = common.quantize(trainer.tokenizer, features, schedule, schedule, flips)
     assert torch.equal(wrong.labels[0], plain.labels[0])
     assert (wrong.labels[1] == plain.labels[0]).float().mean() > 0.9
     assert all(a.shape == b.shape for a, b in zip(plain.labels, wrong.labels, strict=True))
@@ -185,8 +185,8 @@ def test_near_misses_are_wrong(vocabulary: dict) -> None:
         shapes = vocabulary["shapes"]
         return [
             Detection(vocabulary["objects"][item.index]["name"], "red", x, y, 1.0, 1.0)
-            if item.colour is None
-            else Detection(shapes[item.index]["name"], drawer.colours[item.colour], x, y, 1.0, 1.0)
+            if item.color is None
+            else Detection(shapes[item.index]["name"], drawer.colors[item.color], x, y, 1.0, 1.0)
             for item, (x, y, _) in scene.copies
         ]
 
@@ -203,11 +203,11 @@ def test_the_grading_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
         monkeypatch.setattr(sys, "argv", [module, "--smoke", *map(str, args)])
         importlib.import_module(f"training.{module}").main()
 
-    run("recogniser", "--run", tmp_path, "--sprites", tmp_path / "none", "--seconds", 1.5)
-    made = tmp_path / "recogniser"
-    run("grader", "--recogniser", made, "--sprites", tmp_path / "none")
+    run("recognizer", "--run", tmp_path, "--sprites", tmp_path / "none", "--seconds", 1.5)
+    made = tmp_path / "recognizer"
+    run("grader", "--recognizer", made, "--sprites", tmp_path / "none")
     run("evaluate", "--run", tmp_path)
     run("entropy", "--run", tmp_path)
-    assert load_recogniser(folder=made).classes == load_recogniser().classes
+    assert load_recognizer(folder=made).classes == load_recognizer().classes
     assert set(json.loads((tmp_path / "evaluation.json").read_text())["tasks"]) == set(TASKS)
     assert len(json.loads((tmp_path / "entropy.json").read_text())["scales"]) == 10

@@ -173,7 +173,7 @@ def test_every_number_of_a_config(converted) -> None:
     assert Pipeline.from_pretrained(folder).spec.name == "mine"
     fields = config["backbone"] | config["tokenizer"]
     allowed = {(name, "True") for name, value in fields.items() if value is True}
-    told_by_nothing = {("eps", "0"), ("phi_ratio", "0"), ("normalised", "True"), ("round_cross_attention", "True")}
+    told_by_nothing = {("eps", "0"), ("phi_ratio", "0"), ("normalized", "True"), ("round_cross_attention", "True")}
     allowed |= {(name, value) for name, value in told_by_nothing if name in fields}
     taken, said = set(), []
     for part in ("backbone", "tokenizer"):

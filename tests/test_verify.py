@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from conftest import BUNDLED, DATA, MORE
 from nextscale.cli import app
+from nextscale.engine.schedule import Schedule
 from nextscale.errors import NextscaleError
 from nextscale.models.layers import SelfAttention
-from nextscale.schedule import Schedule
+from nextscale.research.verify import verify
 from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
 from nextscale.tokenizers.vq import VQConfig, VQTokenizer
-from nextscale.verify import verify
 
 CASE = DATA / "var_shared_adaln"
 TEXT_CASE = DATA / "infinity_like_8b"
@@ -181,7 +181,7 @@ def test_what_the_cases_do_not_reach() -> None:
     """Numbers that no recorded model has: a map of zeros, another share of phi, a learned scale beyond its bound."""
     bits = BSQTokenizer(BSQConfig(code_dim=4, channels=32, multipliers=(1, 1)))
     scale = next(iter(Schedule.squares((2,))))
-    assert not bits.quantise(torch.zeros(1, 4, 2, 2), scale).any(), "zero is no positive number"
+    assert not bits.quantize(torch.zeros(1, 4, 2, 2), scale).any(), "zero is no positive number"
 
     codes, schedule = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0)), Schedule.squares((2,))
     shape = {"vocabulary": 16, "code_dim": 8, "channels": 32, "multipliers": (1, 1), "phis": 1}

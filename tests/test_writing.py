@@ -18,8 +18,8 @@ import pytest
 import nextscale
 from nextscale import writing
 from nextscale.errors import NextscaleError
-from nextscale.locking import LOCK, locked, require_unlocked
-from nextscale.writing import UNFINISHED, as_json, remove_unfinished, require_folder, require_writable, whole_file
+from nextscale.io.locking import LOCK, locked, require_unlocked
+from nextscale.io.writing import UNFINISHED, as_json, remove_unfinished, require_folder, require_writable, whole_file
 
 BUSY = r"another process \(\d+ on .*\) is at work in .*; let it finish, or choose another --out"
 
@@ -42,7 +42,7 @@ def other_process(code: str, *args: object) -> Iterator[subprocess.Popen]:
 
 def test_a_folder_is_one_process_s_until_it_dies(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    hold = "from nextscale.locking import locked\nheld = locked(Path(sys.argv[1])); held.__enter__()"
+    hold = "from nextscale.io.locking import locked\nheld = locked(Path(sys.argv[1])); held.__enter__()"
     with other_process(hold, folder) as child:
         for attempt in (lambda: require_unlocked(folder), lambda: locked(folder).__enter__()):
             with pytest.raises(NextscaleError, match=BUSY) as caught:
@@ -96,7 +96,7 @@ def test_a_lock_that_was_just_removed_is_none(tmp_path: Path, monkeypatch: pytes
 def test_what_killed_processes_left_goes_and_what_living_ones_write_stays(tmp_path: Path) -> None:
     path, mine = tmp_path / "x.json", tmp_path / ".x.json.original"
     mine.write_text("not of ours")
-    begin = "from nextscale.writing import whole_file\nf = whole_file(Path(sys.argv[1])); f.__enter__().write(b'1')"
+    begin = "from nextscale.io.writing import whole_file\nf = whole_file(Path(sys.argv[1])); f.__enter__().write(b'1')"
     with other_process(begin, path) as child:
         (unfinished,) = tmp_path.glob(f"*{UNFINISHED}")
         require_writable(path)

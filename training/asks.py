@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nextscale.evaluate.scenes import ALONG, FROZEN, TASKS, Ask, Thing
+from nextscale.research.evaluate.scenes import ALONG, FROZEN, TASKS, Ask, Thing
 from training.scenes import COUNTS, HERE, Scenes, held_out, read_vocabulary
 
 PAIRS = ("seen pairs", "unseen pairs")  # beside the six: pairs of objects that training did or did not show together
@@ -28,11 +28,11 @@ class Asks:
         self.objects = [t["name"] for t in vocabulary["objects"]]
         self.shapes = [t["name"] for t in vocabulary["shapes"]]
         # On the white background that captions without one have, nothing white can be seen.
-        self.colours = [c["name"] for c in vocabulary["colours"] if c["name"] != "white"]
+        self.colors = [c["name"] for c in vocabulary["colours"] if c["name"] != "white"]
         self.seed = seed
 
     def name(self, thing: Thing) -> str:
-        words = [] if thing.colour is None else [thing.colour]
+        words = [] if thing.color is None else [thing.color]
         words.append(thing.name if thing.count == 1 else self.plurals[thing.name])
         number = "an" if thing.count == 1 and words[0][0] in "aeiou" else COUNTS[thing.count - 1]
         return " ".join((number, *words))
@@ -54,13 +54,13 @@ class Asks:
                 every = [*self.objects, *self.shapes]
                 yield from (((Thing(every[k]),), None) for k in rng.permutation(len(every)))
             elif task == "colours":
-                tinted = [Thing(s, 1, c) for s in self.shapes for c in self.colours]
+                tinted = [Thing(s, 1, c) for s in self.shapes for c in self.colors]
                 yield from (((tinted[k],), None) for k in rng.permutation(len(tinted)))
             elif task == "counting":
                 yield (Thing(self.objects[rng.integers(len(self.objects))], 2 + i % 3),), None
             elif task == "colour attribution":
                 a, b = rng.choice(self.shapes, 2, replace=False).tolist()
-                first, second = rng.choice(self.colours, 2, replace=False).tolist()
+                first, second = rng.choice(self.colors, 2, replace=False).tolist()
                 yield (Thing(a, 1, first), Thing(b, 1, second)), None
             else:
                 a, b = rng.choice(len(self.objects), 2, replace=False).tolist()

@@ -1,4 +1,4 @@
-"""What both trainings share: configuration, clock, averaged weights, quantisation with flipped bits, sheets."""
+"""What both trainings share: configuration, clock, averaged weights, quantization with flipped bits, sheets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
-from nextscale.schedule import Schedule, infinity_schedule
+from nextscale.engine.schedule import Schedule, infinity_schedule
 from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
 from training.painter import Painter, load_sprites, stand_ins
 from training.scenes import read_vocabulary
@@ -122,31 +122,31 @@ class Average:
 
 
 @dataclass
-class Quantised:
+class Quantized:
     labels: list[Tensor]  # per scale: the right bits [B, N, d], given what was written before
     inputs: list[Tensor | None]  # per scale: what the transformer is told of the map so far
     total: Tensor  # the map after the last scale
 
 
 @torch.no_grad()
-def quantise(
+def quantize(
     tokenizer: BSQTokenizer,
     features: Tensor,
     schedule: Schedule,
     whole: Schedule,
     flips: Tensor | None = None,
     until: Tensor | None = None,
-) -> Quantised:
+) -> Quantized:
     """All scales of `schedule`, a prefix of `whole`; `flips` [B, scales] are rates of wrongly written bits.
 
     Labels repair the wrong bits of earlier scales, which is how the model learns to correct itself (Infinity's
     bitwise self-correction). `until` [B] leaves out the later scales of an image.
     """
     rest, total = features, torch.zeros_like(features)
-    result = Quantised([], [], total)
+    result = Quantized([], [], total)
     for scale in schedule:
         result.inputs.append(tokenizer.inputs(total, scale) if scale.index else None)
-        tokens = tokenizer.quantise(rest, scale)
+        tokens = tokenizer.quantize(rest, scale)
         result.labels.append(tokens)
         if flips is not None:
             wrong = torch.rand(tokens.shape, device=tokens.device) < flips[:, scale.index, None, None]

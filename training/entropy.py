@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.entropy import token_entropy
-from nextscale.loop import ScaleEnd
-from nextscale.methods.activation import Growth
+from nextscale.engine.entropy import token_entropy
+from nextscale.engine.loop import ScaleEnd
+from nextscale.engine.schedule import Grid, Schedule
+from nextscale.methods.nova.growth import Growth
 from nextscale.pipeline import Pipeline
-from nextscale.schedule import Grid, Schedule
 from training.common import device, read_config
 from training.evaluate import Progress, load_pipeline, model_arguments, read_method
 from training.scenes import Scenes, read_vocabulary
 
 T_EST, ALPHA = 5, 0.5  # NOVA's own settings
-FLAT = 0.06  # a cell is flat if no colour channel (0..1) of its pixels spans more
+FLAT = 0.06  # a cell is flat if no color channel (0..1) of its pixels spans more
 
 
 def nearest(values: Tensor, before: Grid, now: Grid) -> Tensor:
@@ -41,7 +41,7 @@ def nearest(values: Tensor, before: Grid, now: Grid) -> Tensor:
 
 
 def flat_cells(pictures: Tensor, grid: Grid) -> Tensor:
-    """Where a picture [B, 3, H, W] in [0, 1] has one colour, [B, N]; that is mostly its background."""
+    """Where a picture [B, 3, H, W] in [0, 1] has one color, [B, N]; that is mostly its background."""
     span = F.adaptive_max_pool2d(pictures, grid) + F.adaptive_max_pool2d(-pictures, grid)
     return (span.amax(1) < FLAT).flatten(1)
 

@@ -1,4 +1,4 @@
-"""Does the model draw what it was asked for? Six tasks in the manner of GenEval, judged by the recogniser.
+"""Does the model draw what it was asked for? Six tasks in the manner of GenEval, judged by the recognizer.
 
     python -m training.evaluate --run FOLDER [--model FOLDER_OR_NAME] [--method NAME --set field=value]
 
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from PIL import Image
 
-from nextscale.evaluate.recogniser import Detection, load_recogniser
-from nextscale.evaluate.scenes import TASKS, Ask, describe
-from nextscale.images import to_pil
+from nextscale.io.images import to_pil
 from nextscale.methods import Method, Truncate, get_method
 from nextscale.models.registry import EMBEDDED
 from nextscale.pipeline import Pipeline
+from nextscale.research.evaluate.recognizer import Detection, load_recognizer
+from nextscale.research.evaluate.scenes import TASKS, Ask, describe
 from nextscale.text.words import WordEncoder
 from training import store, train_transformer
 from training.asks import PAIRS, Asks
@@ -187,13 +187,13 @@ def main() -> None:
     counts |= dict.fromkeys(PAIRS, options.per_task if options.pairs is None else options.pairs)
     counts["single object"] = max(len(asks.plurals), options.per_task) if options.singles is None else options.singles
     asked = [ask for task, count in counts.items() for ask in asks.make(task, count)]
-    recogniser = load_recogniser(where)
+    recognizer = load_recognizer(where)
     pipe = load_pipeline(options.model, read_config(options.config, options.smoke), where)
     progress, failures, judged = Progress(len(asked)), Failures(), []
     for i in range(0, len(asked), options.batch):
         part, seeds = asked[i : i + options.batch], list(range(i, min(i + options.batch, len(asked))))
         made = pipe([a.prompt for a in part], seed=seeds, method=method, output_type="pt", **size).images * 2 - 1
-        for k, (ask, found) in enumerate(zip(part, recogniser.detect(made), strict=True)):
+        for k, (ask, found) in enumerate(zip(part, recognizer.detect(made), strict=True)):
             judged.append(Judged(ask, seeds[k], ask.passes(found), found))
             if not judged[-1].passed:
                 title = f"{ask.prompt} | saw {describe(found, ask)}"

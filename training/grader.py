@@ -1,9 +1,9 @@
-"""How often is the recogniser's verdict right? Painted pictures that are as asked, and ones that differ in one thing.
+"""How often is the recognizer's verdict right? Painted pictures that are as asked, and ones that differ in one thing.
 
-    python -m training.grader [--recogniser FOLDER]     # writes the shares into the recogniser's config.json
+    python -m training.grader [--recognizer FOLDER]     # writes the shares into the recognizer's config.json
 
 The pictures go through the tokenizer, as generated ones do. Wrong ones are near misses: another object, one too many
-or too few, another colour, the two things exchanged. Scenes are drawn anew; none was trained on.
+or too few, another color, the two things exchanged. Scenes are drawn anew; none was trained on.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nextscale.evaluate.recogniser import FOLDER, load_recogniser, read_about
-from nextscale.evaluate.scenes import TASKS, Ask, Thing
 from nextscale.pipeline import Pipeline
+from nextscale.research.evaluate.recognizer import FOLDER, load_recognizer, read_about
+from nextscale.research.evaluate.scenes import TASKS, Ask, Thing
 from nextscale.text.words import Lexicon
 from training.asks import Asks
 from training.common import arguments, device, make_painter, read_config
@@ -41,11 +41,11 @@ def spoilt(ask: Ask, asks: Asks, rng: np.random.Generator) -> Ask:
     elif ask.task == "colour attribution" and rng.random() < 0.5:
         second = rest[0]
         first, rest = (
-            dataclasses.replace(first, colour=second.colour),
-            [dataclasses.replace(second, colour=first.colour)],
+            dataclasses.replace(first, color=second.color),
+            [dataclasses.replace(second, color=first.color)],
         )
-    elif first.colour is not None:
-        first = dataclasses.replace(first, colour=other(asks.colours, {t.colour for t in ask.things}))
+    elif first.color is not None:
+        first = dataclasses.replace(first, color=other(asks.colors, {t.color for t in ask.things}))
     else:
         first = dataclasses.replace(first, name=other([*asks.objects, *asks.shapes], {*names}))
     return dataclasses.replace(ask, things=(first, *rest))
@@ -59,8 +59,8 @@ def scene_of(ask: Ask, drawer: Scenes, rng: np.random.Generator) -> Scene:
         if thing.name not in shapes:
             return Item([o["name"] for o in drawer.objects].index(thing.name), thing.count)
         index = shapes.index(thing.name)
-        colour = drawer.usual[index] if thing.colour is None else drawer.colours.index(thing.colour)
-        return Item(index, thing.count, colour)
+        color = drawer.usual[index] if thing.color is None else drawer.colors.index(thing.color)
+        return Item(index, thing.count, color)
 
     items = tuple(map(item, ask.things))
     counts = [i.count for i in items]
@@ -71,18 +71,18 @@ def scene_of(ask: Ask, drawer: Scenes, rng: np.random.Generator) -> Scene:
 
 
 def visible(scene: Scene, drawer: Scenes) -> bool:
-    return all(item.colour != drawer.white for item in scene.items)
+    return all(item.color != drawer.white for item in scene.items)
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--recogniser", type=Path, default=FOLDER)
+    parser.add_argument("--recognizer", type=Path, default=FOLDER)
     parser.add_argument("--per-task", type=int, default=200, help="right pictures of a task, and as many wrong ones")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     config, where, vocabulary = read_config(options.config, options.smoke), device(), read_vocabulary()
     painter = make_painter(options.sprites, config, where, options.smoke)
-    recogniser = load_recogniser(where, options.recogniser)
+    recognizer = load_recognizer(where, options.recognizer)
     pipe = Pipeline.from_pretrained(device=where, progress_bar=False)
     tokenizer, schedule = pipe.tokenizer, pipe.schedule(pixel_budget="0.06M" if options.smoke else None)
     drawer, lexicon, rng = Scenes(vocabulary, jitter=2.0), Lexicon(words_of(vocabulary)), np.random.default_rng(77)
@@ -99,13 +99,13 @@ def main() -> None:
             part = pairs[i : i + 32]
             painted = painter.paint(batch_of([scene for _, scene, _ in part], vocabulary, lexicon))
             coded = tokenizer.decode(tokenizer.encode(painted, schedule).maps[-1]).clamp(-1, 1)
-            found = recogniser.detect(coded)
+            found = recognizer.detect(coded)
             verdicts += [(ask.passes(f), right) for (ask, _, right), f in zip(part, found, strict=True)]
         result[task] = share(verdicts)
         print(f"{task:<20} {json.dumps(result[task])}", flush=True)
-    about: dict[str, Any] = {**read_about(options.recogniser), "accuracy": result}
+    about: dict[str, Any] = {**read_about(options.recognizer), "accuracy": result}
     if not options.smoke:
-        (options.recogniser / "config.json").write_text(json.dumps(about) + "\n")
+        (options.recognizer / "config.json").write_text(json.dumps(about) + "\n")
 
 
 def share(verdicts: list[tuple[bool, bool]]) -> dict[str, Any]:

@@ -45,8 +45,8 @@ def stand_ins(vocabulary: dict[str, Any]) -> Tensor:
 
 def premultiplied(rgba: np.ndarray) -> np.ndarray:
     alpha = rgba[..., 3:].astype(np.uint16)
-    colour = ((rgba[..., :3] * alpha + 127) // 255).astype(np.uint8)
-    return np.concatenate((colour, rgba[..., 3:]), axis=-1)
+    color = ((rgba[..., :3] * alpha + 127) // 255).astype(np.uint8)
+    return np.concatenate((color, rgba[..., 3:]), axis=-1)
 
 
 def draw_shape(name: str, side: int = SIDE) -> np.ndarray:
@@ -99,7 +99,7 @@ def coordinates(side: int, device: torch.device | str = "cpu") -> tuple[Tensor, 
 
 
 def patterns(side: int) -> Tensor:
-    """How much of the second colour, [PATTERNS, side, side] in 0..1."""
+    """How much of the second color, [PATTERNS, side, side] in 0..1."""
     y, x = coordinates(side)
     soft = side / 2  # edges one or two pixels wide, so that no pattern flickers
 
@@ -174,7 +174,7 @@ class Painter:
         def send(values: Tensor) -> Tensor:
             return values.to(self.device, non_blocking=True)
 
-        out = self.backgrounds(send(batch.background[rows]), send(batch.colours[rows]).float().div(255))
+        out = self.backgrounds(send(batch.background[rows]), send(batch.colors[rows]).float().div(255))
         for slot in range(SLOTS):
             sprite, place = batch.sprite[rows, slot], batch.place[rows, slot]
             # The host decides which rows go together, so the device never waits for it.
@@ -187,11 +187,11 @@ class Painter:
                     out = self.put(out, sprites, send(chosen), send(sprite[chosen]), send(place[chosen]), send(tint))
         return out.mul_(2).sub_(1)
 
-    def backgrounds(self, kind: Tensor, colours: Tensor) -> Tensor:
+    def backgrounds(self, kind: Tensor, colors: Tensor) -> Tensor:
         pattern = kind.clamp_max(len(PATTERNS) - 1)
         share = self.patterns[pattern][:, None]
-        first, second = colours.unbind(1)
-        # A pattern's second colour is a lighter first one; a gradient has two of its own, a plain one needs none.
+        first, second = colors.unbind(1)
+        # A pattern's second color is a lighter first one; a gradient has two of its own, a plain one needs none.
         second = torch.where((pattern > 1)[:, None], first * 0.55 + 0.45, second)[:, :, None, None]
         painted = first[:, :, None, None] * (1 - share) + second * share
         scenery = self.places[(kind - len(PATTERNS)).clamp_min(0)]
@@ -201,5 +201,5 @@ class Painter:
         x, y, size = place[:, :, None, None].unbind(1)
         grid = torch.stack(((self.x - x) / size * 2, (self.y - y) / size * 2), dim=-1)
         drawn = F.grid_sample(sprites[which].float().div_(255), grid, align_corners=False)
-        colour, alpha = drawn[:, :3] * tint.float().div(255)[:, :, None, None], drawn[:, 3:]
-        return out.index_copy(0, rows, colour + out[rows] * (1 - alpha))
+        color, alpha = drawn[:, :3] * tint.float().div(255)[:, :, None, None], drawn[:, 3:]
+        return out.index_copy(0, rows, color + out[rows] * (1 - alpha))

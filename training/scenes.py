@@ -1,7 +1,7 @@
 """Clip-art scenes and their captions, drawn at random: what is where, and in which words it is said.
 
 A caption decides nearly everything. What it does not name has one fixed value: white background, glossy style, a
-shape's usual colour. One layout belongs to each count, and only small shifts of place and size are left to chance.
+shape's usual color. One layout belongs to each count, and only small shifts of place and size are left to chance.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ RELATIONS = {
 
 @dataclass(frozen=True)
 class Item:
-    """Some copies of one thing: an object, or a shape with a colour."""
+    """Some copies of one thing: an object, or a shape with a color."""
 
     index: int  # among the objects, or among the shapes
     count: int = 1
-    colour: int | None = None  # of a shape; None = an object
-    named: bool = True  # whether the caption says the colour
+    color: int | None = None  # of a shape; None = an object
+    named: bool = True  # whether the caption says the color
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Scene:
     items: tuple[Item, ...]
     style: int
     background: str  # a pattern or a place
-    colours: tuple[int, int]  # of the background
+    colors: tuple[int, int]  # of the background
     places: tuple[tuple[float, float, float], ...]  # x, y, size of every copy, as shares of the side
     caption: str
 
@@ -71,7 +71,7 @@ class Scene:
 
 
 def read_vocabulary() -> dict[str, Any]:
-    """Everything that can be said, with what only drawing needs (icons, colours)."""
+    """Everything that can be said, with what only drawing needs (icons, colors)."""
     vocabulary = json.loads((HERE / "vocabulary.json").read_text())
     return {"objects": json.loads((HERE / "concepts.json").read_text()), **vocabulary}
 
@@ -134,15 +134,15 @@ class Scenes:
         """`unseen`: the held-out pairs only, instead of all others. `mix`: how often each task comes."""
         self.vocabulary, self.unseen, self.jitter, self.mix = vocabulary, unseen, jitter, mix
         self.objects, self.shapes = vocabulary["objects"], vocabulary["shapes"]
-        self.colours = [c["name"] for c in vocabulary["colours"]]
-        self.usual = [self.colours.index(s["colour"]) for s in self.shapes]
-        self.white = self.colours.index("white")
+        self.colors = [c["name"] for c in vocabulary["colours"]]
+        self.usual = [self.colors.index(s["colour"]) for s in self.shapes]
+        self.white = self.colors.index("white")
 
     def draw(self, rng: np.random.Generator, task: str | None = None) -> Scene:
         task = task or str(rng.choice(TASKS, p=self.mix))
         style = int(rng.choice(3, p=(0.44, 0.28, 0.28)))
-        background, colours, where = self.background(rng)
-        taken = {colours[0]} if background == "plain" else set()
+        background, colors, where = self.background(rng)
+        taken = {colors[0]} if background == "plain" else set()
         relation = None
         if task in ("single", "count"):
             counts = [1 if task == "single" else int(rng.integers(2, 5))]
@@ -156,42 +156,42 @@ class Scenes:
         items = self.items(rng, counts, taken, 0.12 if task == "single" else 0.22)
         what = self.say(rng, task, relation, items, style)
         caption = f"{where}, {what}" if where and rng.random() < 0.3 else f"{what} {where}".strip()
-        return Scene(task, items, style, background, colours, self.places(rng, relation, counts), caption)
+        return Scene(task, items, style, background, colors, self.places(rng, relation, counts), caption)
 
     def background(self, rng: np.random.Generator) -> tuple[str, tuple[int, int], str]:
         kind = str(rng.choice(("none", "place", *PATTERNS), p=(0.28, 0.14, 0.36, 0.10, 0.04, 0.04, 0.04)))
-        a, b = (int(c) for c in rng.choice(len(self.colours), 2, replace=False))
+        a, b = (int(c) for c in rng.choice(len(self.colors), 2, replace=False))
         if kind == "none":
             return "plain", (self.white, self.white), ""
         if kind == "place":
             name = str(rng.choice(list(PLACES)))
             return name, (a, a), PLACES[name]
         if kind == "plain":
-            return kind, (a, a), f"on a {self.colours[a]} background"
+            return kind, (a, a), f"on a {self.colors[a]} background"
         if kind == "gradient":
-            return kind, (a, b), f"on a {self.colours[a]} to {self.colours[b]} gradient background"
+            return kind, (a, b), f"on a {self.colors[a]} to {self.colors[b]} gradient background"
         if a == self.white:  # its stripes would be white on white
             a = b
-        return kind, (a, a), f"on a {self.colours[a]} {kind} background"
+        return kind, (a, a), f"on a {self.colors[a]} {kind} background"
 
     def items(self, rng: np.random.Generator, counts: list[int], taken: set[int], shapes: float) -> tuple[Item, ...]:
-        """Different things, none in the colour of a plain background."""
+        """Different things, none in the color of a plain background."""
         while True:
             items = []
             for count in counts:
                 if rng.random() < shapes:
                     index, named = int(rng.integers(len(self.shapes))), rng.random() < 0.9
-                    colour = int(rng.integers(len(self.colours))) if named else self.usual[index]
-                    items.append(Item(index, count, colour, named))
+                    color = int(rng.integers(len(self.colors))) if named else self.usual[index]
+                    items.append(Item(index, count, color, named))
                 else:
                     items.append(Item(int(rng.integers(len(self.objects))), count))
-            names = {(item.colour is None, item.index) for item in items}
-            clash = any(item.colour in taken for item in items if item.colour is not None)
+            names = {(item.color is None, item.index) for item in items}
+            clash = any(item.color in taken for item in items if item.color is not None)
             if len(names) == len(items) and not clash and self.allowed(items):
                 return tuple(items)
 
     def allowed(self, items: list[Item]) -> bool:
-        objects = [item.index for item in items if item.colour is None]
+        objects = [item.index for item in items if item.color is None]
         pairs = [held_out(a, b) for i, a in enumerate(objects) for b in objects[i + 1 :]]
         if self.unseen and len(items) > 1:
             return bool(pairs) and all(pairs)
@@ -206,13 +206,13 @@ class Scenes:
         return tuple((x + dx, y + dy, s * grow) for (x, y, s), (dx, dy) in zip(spots, shift, strict=True))
 
     def name(self, rng: np.random.Generator, item: Item, style: str) -> str:
-        thing = (self.objects if item.colour is None else self.shapes)[item.index]
+        thing = (self.objects if item.color is None else self.shapes)[item.index]
         noun = thing["name"] if item.count == 1 else thing["plural"]
         if item.count == 1 and thing.get("also") and rng.random() < 0.15:
             noun = str(rng.choice(thing["also"]))
         words = [style] if style else []
-        if item.colour is not None and item.named:
-            words.append(self.colours[item.colour])
+        if item.color is not None and item.named:
+            words.append(self.colors[item.color])
         number = "one" if item.count == 1 and rng.random() < 0.1 else COUNTS[item.count - 1]
         if number == "a" and (words or [noun])[0][0] in "aeiou":
             number = "an"
@@ -249,7 +249,7 @@ class Batch:
     tint: Tensor  # [B, SLOTS, 3] in 0..255
     place: Tensor  # [B, SLOTS, 3] x, y, size
     background: Tensor  # [B] pattern, or len(PATTERNS) + place
-    colours: Tensor  # [B, 2, 3] in 0..255
+    colors: Tensor  # [B, 2, 3] in 0..255
     tokens: Tensor  # [B, TOKENS]
     lengths: Tensor  # [B]
     scenes: list[Scene] = field(default_factory=list)
@@ -267,18 +267,18 @@ def batch_of(scenes: list[Scene], vocabulary: dict[str, Any], lexicon: Lexicon) 
     for i, scene in enumerate(scenes):
         for slot, (item, spot) in enumerate(scene.copies):
             place[i, slot] = spot
-            if item.colour is None:
+            if item.color is None:
                 sprite[i, slot] = scene.style * objects + item.index
             else:
                 sprite[i, slot] = len(STYLES) * objects + item.index
-                tint[i, slot] = rgb[item.colour]
+                tint[i, slot] = rgb[item.color]
         ids, unknown = lexicon.parse(scene.caption)
         assert not unknown, f"{scene.caption!r} has unknown words: {unknown}"
         assert len(ids) <= TOKENS, scene.caption
         tokens[i, : len(ids)], lengths[i] = ids, len(ids)
-    colours = rgb[np.array([s.colours for s in scenes])]
+    colors = rgb[np.array([s.colors for s in scenes])]
     background = np.array([kinds[s.background] for s in scenes])
-    arrays = (sprite, tint, place, background, colours, tokens, lengths)
+    arrays = (sprite, tint, place, background, colors, tokens, lengths)
     return Batch(*map(torch.from_numpy, arrays), scenes)
 
 

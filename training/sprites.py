@@ -75,7 +75,7 @@ def icon_svg(icon_set: dict[str, Any], name: str) -> str | None:
 
 
 def draw(svg: str) -> Image.Image:
-    """The SVG cropped to its content, centred on a transparent square."""
+    """The SVG cropped to its content, centered on a transparent square."""
     import resvg_py
 
     png = resvg_py.svg_to_bytes(svg_string=svg, width=RENDER, skip_system_fonts=True)

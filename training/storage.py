@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from nextscale.checkpoints.locate import ASSETS
-from nextscale.evaluate.psnr import psnr
 from nextscale.models.registry import EMBEDDED
+from nextscale.research.evaluate.psnr import psnr
 from training import store
-from training.common import arguments, device, grids, make_painter, quantise, read_config
+from training.common import arguments, device, grids, make_painter, quantize, read_config
 from training.painter import Painter
 from training.scenes import Scenes, batch_of, read_vocabulary
 from training.train_transformer import Trainer
@@ -32,9 +32,9 @@ def measure(source: Path, config: dict[str, Any], painter: Painter, scenes: int)
     for i in range(0, scenes, 4):
         batch = batch_of(drawn[i : i + 4], vocabulary, trainer.lexicon)
         pictures = painter.paint(batch)
-        features = trainer.tokenizer.analyse(pictures)
+        features = trainer.tokenizer.analyze(pictures)
         losses.append(trainer.losses(features, batch, config["grids"]))
-        total = quantise(trainer.tokenizer, features, grids(config["grids"]), trainer.whole).total
+        total = quantize(trainer.tokenizer, features, grids(config["grids"]), trainer.whole).total
         qualities.append(psnr(trainer.tokenizer.decode(total), pictures))
     return torch.stack(losses).mean(0), float(torch.cat(qualities).mean())
 

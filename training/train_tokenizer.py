@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.evaluate.psnr import psnr
-from nextscale.images import to_pil
+from nextscale.io.images import to_pil
+from nextscale.research.evaluate.psnr import psnr
 from nextscale.text.words import Lexicon
 from nextscale.tokenizers.bsq import BSQTokenizer
 from training import store
@@ -26,7 +26,7 @@ from training.common import (
     grids,
     make_painter,
     make_tokenizer,
-    quantise,
+    quantize,
     read_config,
     sheet,
 )
@@ -52,7 +52,7 @@ def learning_rate(progress: float) -> float:
 def train(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], clock: Clock, log: Log) -> Average:
     options, where = config["tokenizer"], painter.device
     batch, schedule = options["batch"], grids(config["grids"])
-    optimiser = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         tokenizer.parameters(), options["learning_rate"], betas=(0.9, 0.99), weight_decay=1e-4, fused=True
     )
     average = Average([tokenizer], options["average"])
@@ -63,18 +63,18 @@ def train(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], clo
     scenes = stream(config["seed"], batch, config["workers"], jitter=3.0)
     step = 0
     while not clock.over:
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = options["learning_rate"] * learning_rate(clock.progress)
         pictures = painter.paint(next(scenes)).contiguous(memory_format=torch.channels_last)
         with autocast(where):
             features = encoder(pictures).float()
         kind = torch.rand(batch, device=where)
-        raw = kind < options["unquantised"]
+        raw = kind < options["unquantized"]
         cut, n = kind > 1 - options["truncated"], len(schedule)
         until = torch.where(cut, torch.randint(round(0.6 * n), n, (batch,), device=where), n)
         flips = torch.rand(batch, len(schedule), device=where) * options["flip_rate"]
         flips *= (torch.rand(batch, 1, device=where) < options["flipped"]) & ~(raw | cut)[:, None]
-        total = quantise(tokenizer, features, schedule, schedule, flips, until).total
+        total = quantize(tokenizer, features, schedule, schedule, flips, until).total
         # Straight through; what was cut off says nothing about the encoder, and some see the features themselves.
         seen = torch.where(cut[:, None, None, None], total, features + (total - features).detach())
         seen = torch.where(raw[:, None, None, None], features, seen)
@@ -82,12 +82,12 @@ def train(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], clo
             made = decoder(seen).float()
         commitment = (features - total).square()[~cut].mean()
         amplitude = (features.std((0, 2, 3)) - options["amplitude"]).square().mean()
-        centre = features.mean((0, 2, 3)).square().mean()
-        loss = difference(made, pictures) + options["commitment"] * commitment + amplitude + 0.1 * centre
-        optimiser.zero_grad(set_to_none=True)
+        center = features.mean((0, 2, 3)).square().mean()
+        loss = difference(made, pictures) + options["commitment"] * commitment + amplitude + 0.1 * center
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(tokenizer.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         average.update()
         step += 1
         if step % 200 == 0 or step == 1:
@@ -108,19 +108,19 @@ def accept(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], lo
     scenes = [Scenes(vocabulary).draw(rng) for _ in range(64 if config["side"] == 512 else 8)]
     pictures = painter.paint(batch_of(scenes, vocabulary, Lexicon(words_of(vocabulary))))
     schedule = grids(config["grids"])
-    features = torch.cat([tokenizer.analyse(p) for p in pictures.split(16)])
-    total = quantise(tokenizer, features, schedule, schedule).total
+    features = torch.cat([tokenizer.analyze(p) for p in pictures.split(16)])
+    total = quantize(tokenizer, features, schedule, schedule).total
 
     def quality(maps: Tensor) -> Tensor:
         return psnr(torch.cat([tokenizer.decode(m) for m in maps.split(16)]), pictures)
 
     full, raw = quality(total), quality(features)
     std, rest = features.std().item(), (features - total).square().mean().sqrt().item()
-    log(f"psnr {full.mean():.2f} (lowest {full.min():.2f}), from unquantised features {raw.mean():.2f}")
+    log(f"psnr {full.mean():.2f} (lowest {full.min():.2f}), from unquantized features {raw.mean():.2f}")
     log(f"feature std {std:.3f}, residual after the last scale {rest:.3f}")
     for n in range(6, len(schedule)):
         until = torch.full((len(features),), n, device=features.device)
-        part = quality(quantise(tokenizer, features, schedule, schedule, until=until).total)
+        part = quality(quantize(tokenizer, features, schedule, schedule, until=until).total)
         log(f"{n} scales: psnr {part.mean():.2f}")
     made = tokenizer.decode(total[:12])
     pairs = [p for both in zip(to_pil(pictures[:12]), to_pil(made), strict=True) for p in both]

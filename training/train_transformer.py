@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.attention import attention
 from nextscale.checkpoints.load import set_dtype
+from nextscale.engine.schedule import Schedule
+from nextscale.kernels.sdpa import attention
 from nextscale.models.base import through
 from nextscale.models.infinity import Given, Infinity, InfinityBlock, InfinityConfig
 from nextscale.models.layers import SelfAttention, attention_biases
 from nextscale.models.registry import Defaults, ModelSpec
-from nextscale.models.stream import Stream
+from nextscale.models.residual import Stream
 from nextscale.pipeline import Pipeline
-from nextscale.schedule import Schedule
 from nextscale.text.words import Lexicon, WordEncoder, WordsConfig, WordTransformer
 from nextscale.tokenizers.bsq import BSQTokenizer
 from training import store
@@ -41,7 +41,7 @@ from training.common import (
     grids,
     make_painter,
     make_tokenizer,
-    quantise,
+    quantize,
     read_config,
     sheet,
 )
@@ -70,7 +70,7 @@ def build(config: dict[str, Any]) -> tuple[Infinity, WordTransformer, BSQTokeniz
 
 
 @torch.no_grad()
-def initialise(backbone: Infinity, text: WordTransformer) -> None:
+def initialize(backbone: Infinity, text: WordTransformer) -> None:
     for module in (backbone, text):
         for name, p in module.named_parameters():
             if p.ndim >= 2 and "norm" not in name:
@@ -126,7 +126,7 @@ class Trainer:
     def __init__(self, config: dict[str, Any], where: torch.device) -> None:
         self.config, self.options, self.where = config, config["transformer"], where
         self.backbone, self.text, self.tokenizer, self.lexicon = build(config)
-        initialise(self.backbone, self.text)
+        initialize(self.backbone, self.text)
         for module in (self.backbone, self.text, self.tokenizer):
             module.to(where)
         self.tokenizer.requires_grad_(False)
@@ -143,7 +143,7 @@ class Trainer:
             (matrices if hidden else others).append(p)
         muon = torch.optim.Muon(matrices, self.options["muon"], weight_decay=0.01, momentum=0.95)
         adam = torch.optim.AdamW(others, self.options["adam"], betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-        self.optimisers = (muon, adam)
+        self.optimizers = (muon, adam)
         self.average = Average([self.backbone, self.text], self.options["average"])
 
     def start_average(self) -> None:
@@ -162,7 +162,7 @@ class Trainer:
         schedule, rows = grids(count), len(features)
         rates = torch.rand(rows, count, device=self.where) * self.options["flip_rate"]
         rates *= torch.rand(rows, 1, device=self.where) < self.options["flipped"]
-        made = quantise(self.tokenizer, features, schedule, self.whole, rates)
+        made = quantize(self.tokenizer, features, schedule, self.whole, rates)
         logits = self.logits(made.inputs, batch, schedule)
         labels = torch.cat(made.labels, dim=1).float()
         right = F.binary_cross_entropy_with_logits(logits[..., 1] - logits[..., 0], labels, reduction="none")
@@ -192,8 +192,8 @@ class Trainer:
 
     def step(self, features: Tensor, batch: Batch, count: int, progress: float) -> Tensor:
         rate = self.learning_rate(progress)
-        for optimiser, base in zip(self.optimisers, (self.options["muon"], self.options["adam"]), strict=True):
-            for group in optimiser.param_groups:
+        for optimizer, base in zip(self.optimizers, (self.options["muon"], self.options["adam"]), strict=True):
+            for group in optimizer.param_groups:
                 group["lr"] = base * rate
         losses = self.losses(features, batch, count)
         # A grid counts by its side: more than one token of its many, less than all of them.
@@ -201,9 +201,9 @@ class Trainer:
         (losses * weights).sum().div(weights.sum()).backward()
         for module in (self.backbone, self.text):
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        for optimiser in self.optimisers:
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.average.update()
         return losses.detach()
 
@@ -213,15 +213,15 @@ class Trainer:
             "text": self.text.state_dict(),
             "average": self.average.slow,
             "steps": self.average.steps,
-            "optimisers": [o.state_dict() for o in self.optimisers],
+            "optimizers": [o.state_dict() for o in self.optimizers],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.backbone.load_state_dict(state["backbone"])
         self.text.load_state_dict(state["text"])
         self.average.slow, self.average.steps = state["average"], state["steps"]
-        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(saved)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
 
     def pipeline(self) -> Pipeline:
         """The model as a user has it, in the precision of its device."""

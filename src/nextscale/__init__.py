@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nextscale.version import __version__
 
 if TYPE_CHECKING:
-    from nextscale.call import Output
     from nextscale.checkpoints.official import from_official
+    from nextscale.engine.loop import ScaleEnd
+    from nextscale.engine.request import Output
     from nextscale.errors import NextscaleError
-    from nextscale.images import to_pil
-    from nextscale.loop import ScaleEnd
+    from nextscale.io.images import to_pil
     from nextscale.methods import (
         NOVA,
         Compose,
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     )
     from nextscale.models.registry import MODELS
     from nextscale.pipeline import Pipeline
-    from nextscale.verify import verify
+    from nextscale.research.verify import verify
 
 __all__ = [
     "MODELS",
@@ -58,11 +56,12 @@ __all__ = [
 _HOMES = {
     "MODELS": "models.registry",
     "NextscaleError": "errors",
-    "Output": "call",
+    "Output": "engine.request",
     "Pipeline": "pipeline",
-    "ScaleEnd": "loop",
+    "ScaleEnd": "engine.loop",
     "from_official": "checkpoints.official",
-    "to_pil": "images",
+    "to_pil": "io.images",
+    "verify": "research.verify",
 }
 
 
@@ -82,16 +81,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Package(ModuleType):
-    @property
-    def verify(self) -> Any:
-        return importlib.import_module("nextscale.verify").verify
-
-    @verify.setter
-    def verify(self, module: ModuleType) -> None:
-        """Drop the subpackage of that name, which its import puts here: `nextscale.verify` is the function."""
-
-
-sys.modules[__name__].__class__ = _Package

@@ -12,7 +12,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from nextscale.arguments import (
+from nextscale.checkpoints import locate, pretrained
+from nextscale.checkpoints.load import set_dtype
+from nextscale.engine.loop import Callback
+from nextscale.engine.memory import Estimate, estimate
+from nextscale.engine.prompts import read_prompts, read_strings
+from nextscale.engine.request import Call, Output
+from nextscale.engine.rng import PerImageDraws, read_draws
+from nextscale.engine.sampling import Sampling, read_forced
+from nextscale.engine.schedule import EXTENDED, Schedule, Size, is_far
+from nextscale.engine.state import cause_of_nan
+from nextscale.errors import NextscaleError, choices
+from nextscale.io.arguments import (
     is_flag,
     is_single,
     read_choice,
@@ -24,34 +35,23 @@ from nextscale.arguments import (
     require_callback,
     shown,
 )
-from nextscale.call import Call, Output
-from nextscale.checkpoints import locate, pretrained
-from nextscale.checkpoints.load import set_dtype
-from nextscale.devices import Clock, as_device, as_dtype, name_of, without_autocast
-from nextscale.draws import PerImageDraws, read_draws
-from nextscale.errors import NextscaleError, choices
-from nextscale.estimate import Estimate, estimate
-from nextscale.images import OUTPUT_TYPES, from_pil
-from nextscale.loop import Callback
+from nextscale.io.devices import Clock, as_device, as_dtype, name_of, without_autocast
+from nextscale.io.images import OUTPUT_TYPES, from_pil
+from nextscale.io.progress import bar
 from nextscale.methods import METHODS
 from nextscale.methods.base import Context, Method
 from nextscale.methods.naming import parse_method
 from nextscale.models.base import Backbone
-from nextscale.models.quantize import check_change, check_quantize, to_fp8
+from nextscale.models.fp8 import check_change, check_quantize, to_fp8
+from nextscale.models.offload import fetched, set_aside
 from nextscale.models.registry import EMBEDDED, ModelSpec
-from nextscale.offload import fetched, set_aside
-from nextscale.progress import bar
-from nextscale.prompts import read_prompts, read_strings
-from nextscale.run import cause_of_nan
 from nextscale.runtime import check_runtime, make_executor, with_enough_memory
 from nextscale.runtime.eager import Eager
-from nextscale.sampling import Sampling, read_forced
-from nextscale.schedule import EXTENDED, Schedule, Size, is_far
+from nextscale.runtime.warmup import warm_up
 from nextscale.text.base import TextEncoder, nbytes_of
 from nextscale.text.qwen2 import QwenEncoder
 from nextscale.text.t5 import T5Encoder
 from nextscale.tokenizers.base import ImageTokenizer
-from nextscale.warming import warm_up
 
 logger = logging.getLogger(__name__)
 

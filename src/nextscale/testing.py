@@ -15,7 +15,7 @@ from nextscale.tokenizers.vq import VQConfig, VQTokenizer
 
 
 @torch.no_grad()
-def randomise(module: nn.Module, seed: int = 0) -> None:
+def randomize(module: nn.Module, seed: int = 0) -> None:
     """No parameter keeps zero or one, and signals neither die nor explode."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in module.named_parameters():
@@ -112,8 +112,8 @@ def _pipeline(
     budget: str | None,
     seed: int,
 ) -> Pipeline:
-    randomise(backbone, seed)
-    randomise(tokenizer, seed + 1)
+    randomize(backbone, seed)
+    randomize(tokenizer, seed + 1)
     spec = ModelSpec(
         name, backbone.family, backbone.config, tokenizer.config, defaults, "", "", (), pixel_budget=budget
     )

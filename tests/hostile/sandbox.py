@@ -18,7 +18,7 @@ from nextscale.checkpoints.locate import ASSETS
 from nextscale.models.infinity import Infinity, InfinityConfig
 from nextscale.models.registry import EMBEDDED
 from nextscale.models.var import VAR, VARConfig
-from nextscale.testing import randomise
+from nextscale.testing import randomize
 from nextscale.text.words import WordsConfig, WordTransformer
 from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
 from nextscale.tokenizers.vq import VQConfig, VQTokenizer
@@ -105,7 +105,7 @@ def _write(
     folder.mkdir(parents=True)
     state = {}
     for seed, (name, module) in enumerate(modules.items()):
-        randomise(module, seed)
+        randomize(module, seed)
         state |= {f"{name}.{key}": p.detach().clone() for key, p in module.named_parameters()}
     config = {
         "format": "nextscale",

@@ -132,7 +132,7 @@ def saved(box: Sandbox, content: object, **options: object) -> str:
 
 
 def official(box: Sandbox) -> dict:
-    """Keys by which a VAR is recognised."""
+    """Keys by which a VAR is recognized."""
     return {
         "class_emb.weight": torch.zeros(11, 32),
         "word_embed.weight": torch.zeros(32, 8),

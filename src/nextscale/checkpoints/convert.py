@@ -15,8 +15,8 @@ from nextscale.checkpoints.locate import CONFIG, FORMAT, WEIGHTS
 from nextscale.checkpoints.paths import present
 from nextscale.checkpoints.pretrained import VERSION, Blueprint, Part, describe
 from nextscale.checkpoints.scratch import whole_folder
-from nextscale.devices import name_of
 from nextscale.errors import NextscaleError
+from nextscale.io.devices import name_of
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

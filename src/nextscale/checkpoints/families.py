@@ -12,13 +12,13 @@ from nextscale.checkpoints.files import StateFile
 from nextscale.errors import NextscaleError
 from nextscale.text.words import WordsConfig, WordTransformer
 
-# The embedded model's text encoder: only ever in our own converted files, so there is nothing to recognise.
+# The embedded model's text encoder: only ever in our own converted files, so there is nothing to recognize.
 WORDS = Family(
     name="words",
     title="a word encoder",
     module=WordTransformer,
     config=WordsConfig,
-    recognise=lambda keys: False,
+    recognize=lambda keys: False,
     rename=(),
     ignored="$^",
     infer=lambda shapes, state: None,
@@ -35,7 +35,7 @@ def backbones() -> tuple[str, ...]:
 def family_of(keys: Iterable[str]) -> Family | None:
     """Whose state dict this is."""
     known = set(keys)
-    return next((family for family in FAMILIES.values() if family.recognise(known)), None)
+    return next((family for family in FAMILIES.values() if family.recognize(known)), None)
 
 
 def rename(family: Family, keys: Iterable[str]) -> dict[str, str]:

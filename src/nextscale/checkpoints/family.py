@@ -19,7 +19,7 @@ class Family:
     title: str  # as it is called in an error sentence
     module: Any  # our class, made from `config`
     config: Any
-    recognise: Callable[[set[str]], bool]  # by keys that no other family has
+    recognize: Callable[[set[str]], bool]  # by keys that no other family has
     rename: Rules  # official keys -> our parameter names
     ignored: str  # buffers that can be derived, or that only training reads
     infer: Callable[[Shapes, StateFile], Any]  # configuration from shapes, so that unknown sizes load too

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nextscale.checkpoints.paths import present
 from nextscale.errors import NextscaleError, choices
-from nextscale.reading import read_json
+from nextscale.io.reading import read_json
 
 CHUNK_BYTES = 256 * 2**20
 INDEX = "model.safetensors.index.json"

@@ -9,9 +9,9 @@ from nextscale.checkpoints.files import StateFile
 from nextscale.checkpoints.paths import present
 from nextscale.checkpoints.var import TOKENIZER as VAR_TOKENIZER
 from nextscale.errors import NextscaleError
+from nextscale.io.reading import read_json
 from nextscale.models.hart import HART, HARTConfig
 from nextscale.models.registry import VAR_SIDES
-from nextscale.reading import read_json
 from nextscale.tokenizers.vq import VQConfig, VQTokenizer
 
 
@@ -45,7 +45,7 @@ def _infer(shapes: Shapes, state: StateFile) -> HARTConfig:
         vocabulary=shapes["head_linear.weight"][0],
         code_dim=shapes["word_embed.weight"][1],
         cosine_attention=scale is not None,
-        text_normalised="context_norm.weight" in shapes,
+        text_normalized="context_norm.weight" in shapes,
         sinusoid_levels="level_embed.mlp.0.weight" in shapes,
         diffusion_width=shapes["residual.enter.weight"][0],
         diffusion_depth=count(shapes, r"residual\.blocks\.(\d+)\."),
@@ -79,7 +79,7 @@ FAMILY = Family(
     title="a HART transformer",
     module=HART,
     config=HARTConfig,
-    recognise=lambda keys: "diffloss.net.input_proj.weight" in keys,
+    recognize=lambda keys: "diffloss.net.input_proj.weight" in keys,
     rename=(
         (r"^decoder_norm\.", "residual_norm."),
         (r"^diffloss\.net\.", "residual."),
@@ -106,7 +106,7 @@ TOKENIZER = Family(
     title="a hybrid VQ tokenizer (HART)",
     module=VQTokenizer,
     config=VQConfig,
-    recognise=lambda keys: "vae.quantize.embedding.weight" in keys,
+    recognize=lambda keys: "vae.quantize.embedding.weight" in keys,
     rename=((r"^vae\.", ""), *VAR_TOKENIZER.rename),
     ignored=r"^disc\.|\.ema_vocab_hit_SV$|^vae\.(decoder2|post_quant_conv2)\.",
     infer=_infer_tokenizer,

@@ -51,7 +51,7 @@ FAMILY = Family(
     title="an Infinity transformer",
     module=Infinity,
     config=InfinityConfig,
-    recognise=lambda keys: "text_proj_for_sos.ca.mat_q" in keys,
+    recognize=lambda keys: "text_proj_for_sos.ca.mat_q" in keys,
     rename=(
         *COMMON,
         (r"^cfg_uncond$", "unconditional"),
@@ -75,7 +75,7 @@ TOKENIZER = Family(
     title="a BSQ tokenizer (Infinity)",
     module=BSQTokenizer,
     config=BSQConfig,
-    recognise=lambda keys: (
+    recognize=lambda keys: (
         any(k.startswith("encoder.conv_in.") for k in keys)
         and any(k.startswith("decoder.up.") for k in keys)
         and not any(k.startswith(("quantize.embedding.", "quant_conv.")) for k in keys)

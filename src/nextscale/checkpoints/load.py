@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from nextscale.checkpoints.family import count
 from nextscale.checkpoints.files import StateFile
-from nextscale.devices import name_of
 from nextscale.errors import NextscaleError, choices, first_line
+from nextscale.io.devices import name_of
 
 # Fields that count the modules of a list, and where these stand in a file.
 _LISTS = {

@@ -11,9 +11,9 @@ from typing import Any
 from nextscale.checkpoints.files import INDEX, SUFFIXES, holds_weights
 from nextscale.checkpoints.paths import as_path, present
 from nextscale.errors import NextscaleError, choices, first_line
+from nextscale.io.network import UNREACHABLE, why_local
+from nextscale.io.reading import read_json
 from nextscale.models.registry import EMBEDDED, MODELS, ModelSpec, get_model, published
-from nextscale.network import UNREACHABLE, why_local
-from nextscale.reading import read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -152,7 +152,7 @@ def _local(path: Path, spec: ModelSpec | None, vae: str | Path | None, hub: Hub)
 
 
 def _telling(spec: ModelSpec) -> ModelSpec | None:
-    """A model that was recognised by the name of its files, unless that could be the name of any model's."""
+    """A model that was recognized by the name of its files, unless that could be the name of any model's."""
     return None if spec.weights == "llm/" else spec
 
 

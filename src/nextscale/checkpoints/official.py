@@ -12,8 +12,8 @@ from torch import Tensor
 from nextscale.checkpoints.families import backbones
 from nextscale.checkpoints.files import StateFile, TensorInfo
 from nextscale.checkpoints.pretrained import Part, assemble, official_part
+from nextscale.engine.schedule import PIXEL_BUDGETS
 from nextscale.errors import NextscaleError
-from nextscale.schedule import PIXEL_BUDGETS
 
 if TYPE_CHECKING:
     from nextscale.pipeline import Pipeline

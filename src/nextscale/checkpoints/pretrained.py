@@ -17,10 +17,10 @@ from nextscale.checkpoints.files import StateFile, open_states
 from nextscale.checkpoints.int8 import opened
 from nextscale.checkpoints.load import Progress, build
 from nextscale.checkpoints.locate import Files
+from nextscale.engine.schedule import PIXEL_BUDGETS
 from nextscale.errors import NextscaleError, choices
 from nextscale.models.base import Backbone
 from nextscale.models.registry import MODELS, PUBLISHED_TOKENIZERS, Defaults, ModelSpec, published
-from nextscale.schedule import PIXEL_BUDGETS
 from nextscale.text.words import Lexicon, WordEncoder, WordsConfig
 from nextscale.tokenizers.base import ImageTokenizer
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from nextscale.locking import flock
+from nextscale.io.locking import flock
 
 # Locks of network disks may hold on one machine only, so each looks after its own folders.
 PREFIX = f".nextscale-convert-{zlib.crc32(platform.node().encode()):08x}-"

@@ -54,7 +54,7 @@ def _read_live(var: VARConfig, vq: VQConfig, model: Any, vae: Any) -> tuple[VARC
     vq = dataclasses.replace(
         vq,
         phi_ratio=abs(getattr(quantizer, "quant_resi_ratio", vq.phi_ratio)),
-        normalised=bool(getattr(quantizer, "using_znorm", False)),
+        normalized=bool(getattr(quantizer, "using_znorm", False)),
     )
     return var, vq
 
@@ -64,7 +64,7 @@ FAMILY = Family(
     title="a VAR transformer",
     module=VAR,
     config=VARConfig,
-    recognise=lambda keys: "class_emb.weight" in keys and "text_norm.weight" not in keys,
+    recognize=lambda keys: "class_emb.weight" in keys and "text_norm.weight" not in keys,
     rename=(*COMMON, (r"^pos_1LC$", "position"), (r"^class_emb\.", "class_embed.")),
     ignored=r"(^|\.)(attn_bias_for_masking|lvl_1L|zero_k_bias)$",
     infer=_infer,
@@ -76,7 +76,7 @@ TOKENIZER = Family(
     title="a VQ tokenizer (VAR)",
     module=VQTokenizer,
     config=VQConfig,
-    recognise=lambda keys: "quantize.embedding.weight" in keys,
+    recognize=lambda keys: "quantize.embedding.weight" in keys,
     rename=(
         (r"^quantize\.embedding\.", "codebook."),
         (r"^quantize\.quant_resi\.(?:qresi_ls\.)?(\d+)\.", r"phi.\1."),

@@ -61,16 +61,16 @@ def analyze(
     revision: Revision = None,
 ) -> None:
     """Draw the papers' figures for a model: entropies, spectra, layers, what methods keep."""
-    from nextscale.analyze.band import read_prompts
-    from nextscale.analyze.data import store
-    from nextscale.analyze.figures import Figure, get_figures
-    from nextscale.analyze.report import write_report
-    from nextscale.analyze.runs import warnings_once
-    from nextscale.analyze.study import Study
-    from nextscale.analyze.style import require_matplotlib
+    from nextscale.io.writing import require_folder, require_writable
     from nextscale.methods.naming import parse_methods
     from nextscale.pipeline import Pipeline
-    from nextscale.writing import require_folder, require_writable
+    from nextscale.research.analyze.band import read_prompts
+    from nextscale.research.analyze.data import store
+    from nextscale.research.analyze.figures import Figure, get_figures
+    from nextscale.research.analyze.report import write_report
+    from nextscale.research.analyze.runs import warnings_once
+    from nextscale.research.analyze.study import Study
+    from nextscale.research.analyze.style import require_matplotlib
 
     wanted = get_figures(figures)
     asked = None if methods is None else parse_methods(methods)

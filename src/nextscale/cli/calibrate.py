@@ -39,7 +39,7 @@ def toprovar(
     skip_bad: SkipBad = False,
 ) -> None:
     """tau, beta and a_max of ToProVAR, as a preset."""
-    from nextscale.calibrate.toprovar import calibrate_toprovar
+    from nextscale.research.calibrate.toprovar import calibrate_toprovar
 
     _run(
         calibrate_toprovar,
@@ -68,7 +68,7 @@ def skipvar(
     skip_bad: SkipBad = False,
 ) -> None:
     """SkipVAR's decision (needs scikit-learn: pip install 'nextscale[calibrate]')."""
-    from nextscale.calibrate.skipvar import calibrate_skipvar
+    from nextscale.research.calibrate.skipvar import calibrate_skipvar
 
     _run(
         calibrate_skipvar,
@@ -100,7 +100,7 @@ def shares(
     skip_bad: SkipBad = False,
 ) -> None:
     """The share of tokens that a method drops at each scale, as a table for NOVA(scale_linkage=False)."""
-    from nextscale.calibrate.shares import measure_shares
+    from nextscale.research.calibrate.shares import measure_shares
 
     measured = method_of(method, None, set_)
     _run(
@@ -128,11 +128,11 @@ def _run(
     skip_bad: bool,
     **options: Any,
 ) -> None:
-    from nextscale.calibrate import require_enough
+    from nextscale.io.reading import read_lines
+    from nextscale.io.writing import as_json, require_writable, whole_file
     from nextscale.pipeline import Pipeline
-    from nextscale.prompt_check import bad_prompts, refuse, skipped
-    from nextscale.reading import read_lines
-    from nextscale.writing import as_json, require_writable, whole_file
+    from nextscale.research.calibrate import require_enough
+    from nextscale.research.prompt_files import bad_prompts, refuse, skipped
 
     require_writable(out)
     lines = read_lines(prompts)

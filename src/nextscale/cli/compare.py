@@ -30,8 +30,8 @@ from nextscale.cli.options import (
 from nextscale.errors import NextscaleError
 
 if TYPE_CHECKING:
-    from nextscale.analyze.runs import Made
     from nextscale.methods.base import Method
+    from nextscale.research.analyze.runs import Made
 
 
 def compare(
@@ -67,13 +67,13 @@ def compare(
     revision: Revision = None,
 ) -> None:
     """Make a picture without and with methods; draw the pictures, their differences and where each computed."""
-    from nextscale.analyze.comparison import draw_comparison
-    from nextscale.analyze.runs import make_all, warnings_once
-    from nextscale.analyze.sheet import draw_sheet
-    from nextscale.analyze.style import require_matplotlib
-    from nextscale.images import image_paths
+    from nextscale.io.images import image_paths
+    from nextscale.io.writing import require_writable, whole_file
     from nextscale.pipeline import Pipeline
-    from nextscale.writing import require_writable, whole_file
+    from nextscale.research.analyze.comparison import draw_comparison
+    from nextscale.research.analyze.runs import make_all, warnings_once
+    from nextscale.research.analyze.sheet import draw_sheet
+    from nextscale.research.analyze.style import require_matplotlib
 
     (path,) = image_paths(out, 1)
     if json_ is not None:
@@ -125,8 +125,8 @@ def _methods(several: str | None, one: str | None, preset: str | None, settings:
 def _print_table(made: Sequence[Made]) -> None:
     from rich.table import Table
 
-    from nextscale.evaluate.features import why_missing
     from nextscale.methods.naming import PLAIN
+    from nextscale.research.evaluate.features import why_missing
 
     table = Table("method", box=None, pad_edge=False)
     for name in ("seconds", "ratio", "tokens", "of plain", "PSNR", "SSIM", "perceptual"):

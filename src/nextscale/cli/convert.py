@@ -19,8 +19,8 @@ def convert(
     """Write a model as one safetensors file + config.json, which loads without guessing."""
     from nextscale.checkpoints import locate, pretrained
     from nextscale.checkpoints.convert import convert as write
-    from nextscale.devices import as_dtype
-    from nextscale.progress import bar
+    from nextscale.io.devices import as_dtype
+    from nextscale.io.progress import bar
 
     target = as_dtype(dtype)
     plan = pretrained.read(locate.locate(source, model, vae, locate.Hub(revision)))

@@ -53,11 +53,11 @@ def scenes(
     skip_bad: SkipBad = False,
     quiet: Quiet = False,
 ) -> None:
-    """The six GenEval tasks, graded by the recogniser that comes with the package."""
-    from nextscale.analyze.runs import require_start
-    from nextscale.evaluate import session
-    from nextscale.evaluate.report import Report
+    """The six GenEval tasks, graded by the recognizer that comes with the package."""
     from nextscale.methods.naming import parse_methods
+    from nextscale.research.analyze.runs import require_start
+    from nextscale.research.evaluate import session
+    from nextscale.research.evaluate.report import Report
 
     asked = parse_methods(methods)
     with session.at_work(out):
@@ -95,13 +95,13 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Quality against cost of many settings: table, curve, Pareto set, gain over truncation at equal cost, presets."""
-    from nextscale.analyze.runs import require_start
-    from nextscale.analyze.style import require_matplotlib
-    from nextscale.evaluate import session
-    from nextscale.evaluate.curve import best, draw_curves
-    from nextscale.evaluate.presets import presets, write_presets
-    from nextscale.evaluate.report import COSTS, Report
-    from nextscale.evaluate.sweep import read_sweep
+    from nextscale.research.analyze.runs import require_start
+    from nextscale.research.analyze.style import require_matplotlib
+    from nextscale.research.evaluate import session
+    from nextscale.research.evaluate.curve import best, draw_curves
+    from nextscale.research.evaluate.presets import presets, write_presets
+    from nextscale.research.evaluate.report import COSTS, Report
+    from nextscale.research.evaluate.sweep import read_sweep
 
     if cost not in COSTS:
         raise NextscaleError(f"unknown cost {cost!r}; allowed: {', '.join(COSTS)}")
@@ -144,12 +144,12 @@ def make_bench(
     pixel_budget: str | None,
     skip_bad: bool,
 ) -> Any:
-    from nextscale.evaluate import session
-    from nextscale.evaluate.bench import Bench, make_items
-    from nextscale.evaluate.features import why_missing
-    from nextscale.evaluate.scenes import read_asks, some_of
     from nextscale.pipeline import Pipeline
-    from nextscale.prompt_check import bad_prompts, refuse
+    from nextscale.research.evaluate import session
+    from nextscale.research.evaluate.bench import Bench, make_items
+    from nextscale.research.evaluate.features import why_missing
+    from nextscale.research.evaluate.scenes import read_asks, some_of
+    from nextscale.research.prompt_files import bad_prompts, refuse
 
     asks = read_asks()
     per_task = prompts or (QUICK if quick else None)
@@ -174,7 +174,7 @@ def make_bench(
 def _print(rows: Any, bench: Any, cost: str, others: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from nextscale.evaluate import session
+    from nextscale.research.evaluate import session
 
     def show(value: Any, digits: int, scale: float = 1.0) -> str:
         if value is None:
@@ -200,7 +200,7 @@ def _print(rows: Any, bench: Any, cost: str, others: dict[str, Any]) -> None:
     if not bench.perceive:
         typer.echo("no perceptual distance: pip install 'nextscale[eval]'")
     if weak := session.unreliable_tasks():
-        typer.echo(f"the recogniser is not reliable in: {', '.join(weak)}")
+        typer.echo(f"the recognizer is not reliable in: {', '.join(weak)}")
 
 
 def _mean(estimate: Any, digits: int) -> str:

@@ -55,10 +55,10 @@ def export(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no summary.")] = False,
 ) -> None:
     """Write the pictures of a benchmark as its official scorer reads them."""
-    from nextscale.export.folder import Folder
-    from nextscale.export.run import export as run
-    from nextscale.export.work import Shard, Work
     from nextscale.pipeline import Pipeline
+    from nextscale.research.export.folder import Folder
+    from nextscale.research.export.run import export as run
+    from nextscale.research.export.work import Shard, Work
 
     part = Shard.parse(shard)
     work = Work.read(benchmark, prompts, images, seed, skip_bad)

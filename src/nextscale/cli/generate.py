@@ -72,9 +72,9 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no summary.")] = False,
 ) -> None:
     """Make pictures of a prompt."""
-    from nextscale.images import Previews, image_paths, save_all
+    from nextscale.io.images import Previews, image_paths, save_all
+    from nextscale.io.writing import require_writable
     from nextscale.pipeline import Pipeline
-    from nextscale.writing import require_writable
 
     paths = image_paths(out, images)
     if trace is not None:

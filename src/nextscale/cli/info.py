@@ -36,7 +36,7 @@ def env() -> None:
     """Say what this machine and installation can do."""
     import torch
 
-    from nextscale.attention import backends
+    from nextscale.kernels.sdpa import backends
 
     typer.echo(f"nextscale       {_version('nextscale')}")
     typer.echo(f"python          {platform.python_version()} on {platform.platform()}")

@@ -29,9 +29,9 @@ def score(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no table.")] = False,
 ) -> None:
     """Score a folder of pictures."""
-    from nextscale.evaluate.score import score as compute
-    from nextscale.evaluate.score_metrics import get_metrics
-    from nextscale.writing import as_json, require_writable, whole_file
+    from nextscale.io.writing import as_json, require_writable, whole_file
+    from nextscale.research.evaluate.score import score as compute
+    from nextscale.research.evaluate.score_metrics import get_metrics
 
     asked = get_metrics(metrics)
     if out is not None:

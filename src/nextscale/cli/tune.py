@@ -37,11 +37,11 @@ def tune(
     quiet: Quiet = False,
 ) -> None:
     """The fastest setting of a method whose measured loss stays within a budget."""
-    from nextscale.evaluate import session
-    from nextscale.evaluate.report import COSTS
-    from nextscale.evaluate.tune import as_preset, read_budget, read_space
-    from nextscale.evaluate.tune import tune as search
-    from nextscale.writing import as_json, require_writable, whole_file
+    from nextscale.io.writing import as_json, require_writable, whole_file
+    from nextscale.research.evaluate import session
+    from nextscale.research.evaluate.report import COSTS
+    from nextscale.research.evaluate.tune import as_preset, read_budget, read_space
+    from nextscale.research.evaluate.tune import tune as search
 
     if cost not in COSTS:
         raise NextscaleError(f"unknown cost {cost!r}; allowed: {', '.join(COSTS)}")

@@ -8,7 +8,7 @@ import typer
 from nextscale.cli.options import console
 
 if TYPE_CHECKING:
-    from nextscale.verify import Report
+    from nextscale.research.verify import Report
 
 
 def verify(
@@ -21,15 +21,15 @@ def verify(
 
     Exit code 0 only if every token and bit is equal and every float within its tolerance.
     """
-    from nextscale.devices import as_device
-    from nextscale.images import image_paths, save_all
-    from nextscale.verify import verify as play
+    from nextscale.io.devices import as_device
+    from nextscale.io.images import image_paths, save_all
+    from nextscale.research.verify import verify as play
 
     paths = [] if picture is None else image_paths(picture, 1)
     report = play(case, mutate="" if mutate else None, keep_pictures=bool(paths), device=as_device(device))
     show(report)
     if paths:
-        from nextscale.verify.picture import sheet
+        from nextscale.research.verify.picture import sheet
 
         save_all([sheet(report)], paths)
         typer.echo(f"wrote {paths[0]}")

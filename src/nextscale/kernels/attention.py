@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nextscale.attention import attention, blank
-from nextscale.entropy import attention_entropy
+from nextscale.engine.entropy import attention_entropy
 from nextscale.kernels.fp8 import Reads
+from nextscale.kernels.sdpa import attention, blank
 
 try:
-    from nextscale.kernels.attention_triton import fused
+    from nextscale.kernels.triton.attention import fused
 except ImportError:  # a CPU build of torch comes without Triton
     fused = None  # type: ignore[assignment]
 

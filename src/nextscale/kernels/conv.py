@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.kernels import norm
+from nextscale.kernels import group_norm
 from nextscale.kernels.fp8 import FORMAT, FP8Conv
 
 try:
-    from nextscale.kernels.conv_triton import CHANNELS, fused_conv
+    from nextscale.kernels.triton.conv import CHANNELS, fused_conv
 except ImportError:  # a CPU build of torch comes without Triton
     fused_conv, CHANNELS = None, 128  # type: ignore[assignment]
 
@@ -36,7 +36,7 @@ def convolve(
         h = conv.product(x)
     else:
         h = F.conv2d(x, conv.weight, padding=1)
-    return (h, None, term) if kept is None else (*norm.join(kept, h, term, groups), None)
+    return (h, None, term) if kept is None else (*group_norm.join(kept, h, term, groups), None)
 
 
 def runs_on(x: Tensor, outputs: int) -> bool:

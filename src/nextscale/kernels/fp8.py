@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
-    from nextscale.kernels.fp8_triton import fused_cast
+    from nextscale.kernels.triton.fp8 import fused_cast
 except ImportError:  # a CPU build of torch comes without Triton
     fused_cast = None  # type: ignore[assignment]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 try:
-    from nextscale.kernels.restore_triton import fused_put, fused_record, fused_restore
+    from nextscale.kernels.triton.restore import fused_put, fused_record, fused_restore
 except ImportError:  # a CPU build of torch comes without Triton
     fused_put = fused_record = fused_restore = None  # type: ignore[assignment]
 

@@ -19,23 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nextscale.arguments import LARGEST, read_count, read_flag, read_list, read_number, read_text, shown
-from nextscale.entropy import token_entropy
+from nextscale.engine.entropy import token_entropy
+from nextscale.engine.sampling import Sampling
+from nextscale.engine.schedule import Scale, Schedule
 from nextscale.errors import NextscaleError, choices
-from nextscale.kernels.lens import Filled
+from nextscale.io.arguments import LARGEST, read_count, read_flag, read_list, read_number, read_text, shown
+from nextscale.io.reading import read_json
+from nextscale.kernels.logit_lens import Filled
 from nextscale.kernels.restore import fused_put, puts
-from nextscale.methods.numbers import HostNumbers
-from nextscale.methods.residual import TokenCaches
+from nextscale.methods.device_inputs import HostNumbers
+from nextscale.methods.package_data import stored, stored_names
 from nextscale.methods.selection import Packed, Selection, scatter
-from nextscale.methods.stored import stored, stored_names
-from nextscale.reading import read_json
-from nextscale.sampling import Sampling
-from nextscale.schedule import Scale, Schedule
+from nextscale.methods.token_cache import TokenCaches
 
 if TYPE_CHECKING:
-    from nextscale.kernels.lens import Lens
-    from nextscale.models.stream import Stream
-    from nextscale.run import Rows
+    from nextscale.engine.state import Rows
+    from nextscale.kernels.logit_lens import Lens
+    from nextscale.models.residual import Stream
 
 M = TypeVar("M", bound="Method")
 Choices = Sequence[dict[str, Selection | None]]

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
-from nextscale.methods.checks import check_plan
-from nextscale.methods.numbers import HostNumbers
-from nextscale.methods.residual import TokenCaches
+from nextscale.methods.device_inputs import HostNumbers
 from nextscale.methods.selection import Selection
-from nextscale.schedule import Scale
+from nextscale.methods.token_cache import TokenCaches
+from nextscale.methods.validation import check_plan
 
 if TYPE_CHECKING:
-    from nextscale.models.stream import Stream
+    from nextscale.models.residual import Stream
 
 _STRENGTH = {"run": 0, "skip": 1, "stop": 2}
 

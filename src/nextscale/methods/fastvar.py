@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Group, Method, Policy, ScalePlan, Stats
-from nextscale.methods.selection import Selection, keep_highest, scatter
+from nextscale.methods.selection import Selection, topk_select, scatter
 from nextscale.methods.tables import read_table, relative_ratio
-from nextscale.schedule import Scale
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class FastVARPolicy(Policy):
             return None
         kept = stats.scale.tokens - int(stats.scale.tokens * ratio)
         score = (x - x.mean(dim=1, keepdim=True)).square().sum(-1)  # every row for itself, as in the original
-        return keep_highest(score, torch.full((len(x),), kept, device=x.device))
+        return topk_select(score, torch.full((len(x),), kept, device=x.device))
 
     def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
         if chosen is None:

@@ -24,7 +24,7 @@ from typing import Any
 from nextscale.errors import NextscaleError, choices
 from nextscale.methods import METHODS, Compose, Method
 from nextscale.methods.base import read_stored
-from nextscale.methods.stored import stored, stored_names
+from nextscale.methods.package_data import stored, stored_names
 
 PLAIN = "none"
 MAX_LENGTH = 2000

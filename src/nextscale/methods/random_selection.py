@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextscale.engine.schedule import Scale
 from nextscale.methods.base import Context, Group, Method, Policy, ScalePlan, Stats
 from nextscale.methods.compose import ComposedPolicy
 from nextscale.methods.nova import NOVA
-from nextscale.methods.selection import Selection, keep_highest
-from nextscale.schedule import Scale
+from nextscale.methods.selection import Selection, topk_select
 
 
 @dataclass(frozen=True)
@@ -67,4 +67,4 @@ class RandomPolicy(ComposedPolicy):
         if chosen is None:
             return None
         noise = self.numbers[f"noise {stats.scale.index}"][layer * len(self.groups) + self.groups.index(group)]
-        return keep_highest(noise.expand(len(x), -1), chosen.count)
+        return topk_select(noise.expand(len(x), -1), chosen.count)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nextscale.kernels.select import fused_select, selects
+from nextscale.kernels.topk_select import fused_select, selects
 
 if TYPE_CHECKING:
-    from nextscale.run import Rows
+    from nextscale.engine.state import Rows
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Packed(Selection):
         return self.slot >= 0
 
 
-def keep_highest(score: Tensor, count: Tensor, copies: int = 1) -> Selection:
+def topk_select(score: Tensor, count: Tensor, copies: int = 1) -> Selection:
     """The `count` [B] cells of highest score [B, N], of equal scores the earlier cell; for `copies` times the rows.
 
     Kernels leave them packed, and nobody waits for the counts. Elsewhere the host does.

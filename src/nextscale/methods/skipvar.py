@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError, choices
+from nextscale.io.reading import read_json
 from nextscale.methods.base import Activation, Context, Method, Policy, ScalePlan, Stats
-from nextscale.methods.stored import stored, stored_names
-from nextscale.reading import read_json
-from nextscale.schedule import Scale
+from nextscale.methods.package_data import stored, stored_names
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _sobel(images: Tensor) -> Tensor:
 
 
 def high_frequency_share(images: Tensor, radius: float = 0.4) -> Tensor:
-    """Feature B: share of the spectrum's amplitude outside a disc around its centre, per picture [B, 3, H, W]."""
+    """Feature B: share of the spectrum's amplitude outside a disc around its center, per picture [B, 3, H, W]."""
     gray = images.float().mean(1)
     h, w = gray.shape[-2:]
     amplitude = torch.fft.fftshift(torch.fft.fft2(gray), dim=(-2, -1)).abs()

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nextscale.engine.schedule import Grid, Scale
+from nextscale.engine.state import Rows
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Group, Method, Policy, Stats
-from nextscale.methods.residual import store_chosen
-from nextscale.methods.selection import Selection, for_rows, gather, keep_highest
-from nextscale.run import Rows
-from nextscale.schedule import Grid, Scale
+from nextscale.methods.selection import Selection, for_rows, gather, topk_select
+from nextscale.methods.token_cache import store_chosen
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SparseVARPolicy(Policy):
         keep = ~low | self._anchors(grid, low.device)
         self.memory["excluded"].store(images, grid, (~keep).float()[..., None])
         self.keep = keep
-        self.chosen = for_rows(stats.rows, functools.partial(keep_highest, keep.float(), keep.sum(1)))
+        self.chosen = for_rows(stats.rows, functools.partial(topk_select, keep.float(), keep.sum(1)))
 
     def _anchors(self, grid: Grid, device: torch.device) -> Tensor:
         rows, columns = (torch.arange(n, device=device) % self.method.anchor == 0 for n in grid)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 from nextscale.errors import NextscaleError, choices
-from nextscale.methods.stored import stored, stored_names
-from nextscale.reading import read_json
+from nextscale.io.reading import read_json
+from nextscale.methods.package_data import stored, stored_names
 
 Table = tuple[tuple[float, float], ...]  # relative scale t / T -> share of tokens dropped, in order
 

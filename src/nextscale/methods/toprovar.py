@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nextscale.engine.schedule import Scale
+from nextscale.engine.state import Rows
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
-from nextscale.methods.cached import CachedPolicy
-from nextscale.methods.residual import store_chosen
-from nextscale.methods.selection import Selection, for_rows, keep_highest
-from nextscale.run import Rows
-from nextscale.schedule import Scale
+from nextscale.methods.restore import CachedPolicy
+from nextscale.methods.selection import Selection, for_rows, topk_select
+from nextscale.methods.token_cache import store_chosen
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ToProVARPolicy(CachedPolicy):
         count = keep.double().sum(1).round().long().clamp(1, n)
         count = torch.where(self.of_rows(rows, self.numbers["active"]) > 0, count, n)
         order = -tendency if m.token_stage else self.numbers[f"order {n}"].expand_as(tendency)
-        return for_rows(rows, functools.partial(keep_highest, order, count))
+        return for_rows(rows, functools.partial(topk_select, order, count))
 
     def _entropy(self, layer: int, stats: Stats) -> Tensor:
         """Attention entropy of every token, [B, N], as far as it is known before the layer has run."""

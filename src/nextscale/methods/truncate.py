@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Method, Policy, ScalePlan
-from nextscale.schedule import Scale
 
 
 @dataclass(frozen=True)

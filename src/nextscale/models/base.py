@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from nextscale.cache.kv import BlockCausal, Memory
+from nextscale.engine.schedule import Scale, Schedule, Size
 from nextscale.kernels.attention import WIDTHS, fused
-from nextscale.kv import BlockCausal, Memory
-from nextscale.models.stream import Stream
-from nextscale.schedule import Scale, Schedule, Size
+from nextscale.models.residual import Stream
 
 if TYPE_CHECKING:
-    from nextscale.draws import Draws
-    from nextscale.guidance import Number
-    from nextscale.kernels.lens import BitHead
+    from nextscale.engine.guidance import Number
+    from nextscale.engine.rng import Draws
+    from nextscale.engine.sampling import Drawn
+    from nextscale.engine.state import Rows
+    from nextscale.kernels.logit_lens import BitHead
     from nextscale.methods.selection import Selection
     from nextscale.models.layers import SelfAttention
-    from nextscale.run import Rows
-    from nextscale.sampling import Drawn
     from nextscale.tokenizers.base import ImageTokenizer
 
 S = TypeVar("S", bound="State")

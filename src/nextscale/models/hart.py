@@ -10,26 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.arguments import is_single
-from nextscale.config import MAX_BLOCKS, MAX_SIDE, Config, Limits
-from nextscale.draws import Draws
+from nextscale.engine.guidance import Number, combine, ramp, told
+from nextscale.engine.rng import Draws
+from nextscale.engine.sampling import Drawn
+from nextscale.engine.schedule import Scale, Schedule, Size, only_square
 from nextscale.errors import NextscaleError
-from nextscale.guidance import Number, combine, ramp, told
-from nextscale.kernels.modulate import Norm
-from nextscale.kernels.parts import Parts
-from nextscale.kernels.ragged import multiplies, ragged_gated
-from nextscale.kernels.rows import linear_for_sum
+from nextscale.io.arguments import is_single
+from nextscale.io.config import MAX_BLOCKS, MAX_SIDE, Config, Limits
+from nextscale.kernels.linear_small import linear_for_sum
+from nextscale.kernels.ragged_linear import multiplies, ragged_gated
+from nextscale.kernels.residual_norm import Norm
+from nextscale.kernels.split_k import Parts
 from nextscale.models.base import Backbone, Block, State, per_row, shared
 from nextscale.models.infinity import TextCondition
 from nextscale.models.layers import SelfAttention, attention_biases, head_logits, linear, rotate_half
+from nextscale.models.residual import Stream
 from nextscale.models.residual_diffusion import STEPS, ResidualDiffusion, SinusoidEmbedding
-from nextscale.models.stream import Stream
-from nextscale.sampling import Drawn
-from nextscale.schedule import Scale, Schedule, Size, only_square
 
 if TYPE_CHECKING:
+    from nextscale.engine.state import Rows
     from nextscale.methods.selection import Packed
-    from nextscale.run import Rows
     from nextscale.tokenizers.base import ImageTokenizer
 
 
@@ -53,7 +53,7 @@ class HARTConfig(Config):
     vocabulary: int = 4096
     code_dim: int = 32
     cosine_attention: bool = False
-    text_normalised: bool = True
+    text_normalized: bool = True
     sinusoid_levels: bool = True
     diffusion_width: int = 1024
     diffusion_depth: int = 6
@@ -140,7 +140,7 @@ class HART(Backbone):
         self.token_shape, self.token_values = (), config.vocabulary
         self.context = config.text_length - 1  # the last slot of the text is the first scale's token
         width = config.width
-        self.context_norm = RMSNorm(config.text_dim, config.eps) if config.text_normalised else nn.Identity()
+        self.context_norm = RMSNorm(config.text_dim, config.eps) if config.text_normalized else nn.Identity()
         self.context_embed = nn.Linear(config.text_dim, width)
         self.level_embed: nn.Module = (
             SinusoidEmbedding(width) if config.sinusoid_levels else nn.Embedding(len(config.sides), width)

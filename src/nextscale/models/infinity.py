@@ -12,22 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.attention import attention
-from nextscale.config import MAX_BLOCKS, Config, Limits
-from nextscale.devices import sent
+from nextscale.engine.guidance import per_scale
+from nextscale.engine.schedule import Grid, Scale, Schedule, Size, infinity_schedule, infinity_schedule_for_size
 from nextscale.errors import NextscaleError
-from nextscale.guidance import per_scale
-from nextscale.kernels.absorbed import absorbs, attend_absorbed
+from nextscale.io.config import MAX_BLOCKS, Config, Limits
+from nextscale.io.devices import sent
+from nextscale.kernels.absorbed_cross_attention import absorbs, attend_absorbed
 from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.fp8 import reads
-from nextscale.kernels.modulate import Norm, add_to
-from nextscale.kernels.parts import Parts
-from nextscale.kernels.rows import linear_for_sum
+from nextscale.kernels.linear_small import linear_for_sum
+from nextscale.kernels.residual_norm import Norm, add_to
+from nextscale.kernels.sdpa import attention
+from nextscale.kernels.split_k import Parts
+from nextscale.models.adaln import ModulatedBackbone, ModulatedBlock, ModulatedState
 from nextscale.models.base import per_row, shared
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases, linear
-from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
-from nextscale.models.stream import Stream
-from nextscale.schedule import Grid, Scale, Schedule, Size, infinity_schedule, infinity_schedule_for_size
+from nextscale.models.residual import Stream
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed

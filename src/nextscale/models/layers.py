@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.kernels.exact import linear_exact
 from nextscale.kernels.fp8 import FP8Linear
-from nextscale.kernels.gelu import linear_gelu
-from nextscale.kernels.parts import Parts
-from nextscale.kernels.ragged import multiplies, ragged_linear
-from nextscale.kernels.rows import linear_for_sum
+from nextscale.kernels.linear_fp32 import linear_exact
+from nextscale.kernels.linear_gelu import linear_gelu
+from nextscale.kernels.linear_small import linear_for_sum
+from nextscale.kernels.ragged_linear import multiplies, ragged_linear
+from nextscale.kernels.split_k import Parts
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed
@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
         return linear(x, self.qkv, packed, bias).unflatten(-1, (3, self.heads, -1))
 
     def split(self, qkv: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Each [R, H, K, D]; queries and keys normalised and turned to their positions."""
+        """Each [R, H, K, D]; queries and keys normalized and turned to their positions."""
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if self.log_scale is not None:
             q = F.normalize(q.float(), dim=-1).mul(self.log_scale.clamp_max(MAX_LOG_SCALE).exp())

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from nextscale.arguments import read_choice
-from nextscale.config import is_number, is_whole
+from nextscale.engine.schedule import Grid
 from nextscale.errors import NextscaleError
+from nextscale.io.arguments import read_choice
+from nextscale.io.config import is_number, is_whole
 from nextscale.models.hart import HARTConfig
 from nextscale.models.infinity import InfinityConfig
 from nextscale.models.var import VARConfig
-from nextscale.schedule import Grid
 from nextscale.tokenizers.bsq import BSQConfig
 from nextscale.tokenizers.vq import VQConfig
 

@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from nextscale.config import MAX_BLOCKS, MAX_SIDE, Config, Limits
-from nextscale.guidance import ramp
-from nextscale.kernels.modulate import add_to
+from nextscale.engine.guidance import ramp
+from nextscale.engine.schedule import Scale, Schedule, Size, only_square
+from nextscale.io.config import MAX_BLOCKS, MAX_SIDE, Config, Limits
+from nextscale.kernels.residual_norm import add_to
+from nextscale.models.adaln import ModulatedBackbone, ModulatedBlock, ModulatedState
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
-from nextscale.models.modulated import ModulatedBackbone, ModulatedBlock, ModulatedState
-from nextscale.schedule import Scale, Schedule, Size, only_square
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import torch
 
-from nextscale.arguments import read_choice
+from nextscale.engine.schedule import Schedule
 from nextscale.errors import NextscaleError
+from nextscale.io.arguments import read_choice
 from nextscale.runtime.compiled import Compiled
+from nextscale.runtime.cudagraph.executor import Graphs
 from nextscale.runtime.eager import Eager
-from nextscale.runtime.graphs import Graphs
-from nextscale.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.entropy import token_entropy
-from nextscale.kv import Memory
+from nextscale.cache.kv import Memory
+from nextscale.engine.entropy import token_entropy
 from nextscale.methods.selection import Selection
 from nextscale.models.base import Backbone, Block
-from nextscale.models.stream import Stream
+from nextscale.models.residual import Stream
 from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager
 from nextscale.tokenizers.base import ImageTokenizer

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.kernels.conv import convolve
+from nextscale.kernels.conv_out import norm_and_conv, taps
 from nextscale.kernels.fp8 import reads
-from nextscale.kernels.norm import group_norm
-from nextscale.kernels.thin import norm_and_conv, taps
-from nextscale.packing import pack
+from nextscale.kernels.group_norm import group_norm
+from nextscale.models.packing import pack
 from nextscale.tokenizers.autoencoder import Decoder, Level, ResidualBlock
 from nextscale.tokenizers.base import ImageTokenizer
 

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.attention import fresh_shapes
-from nextscale.draws import Draws
-from nextscale.entropy import token_entropy
+from nextscale.cache.kv import LayerCache, Memory, WatchedCache, count_lengths
+from nextscale.engine.entropy import token_entropy
+from nextscale.engine.guidance import Number, combine, combine_inside
+from nextscale.engine.rng import Draws
+from nextscale.engine.sampling import Sampling, ScaleNumbers, sample
+from nextscale.engine.schedule import Scale, Schedule
+from nextscale.engine.state import Rows, Run, not_finite, places_of
 from nextscale.errors import NextscaleError
-from nextscale.guidance import Number, combine, combine_inside
-from nextscale.kernels.lens import Lens, looks
+from nextscale.kernels.logit_lens import Lens, looks
 from nextscale.kernels.restore import fused_put, puts
-from nextscale.kv import LayerCache, Memory, WatchedCache, count_lengths
+from nextscale.kernels.sdpa import fresh_shapes
 from nextscale.methods.base import Numbers, Policy, ScalePlan, Stats
-from nextscale.methods.checks import check_completed, check_report, check_selection, check_states
 from nextscale.methods.selection import Packed, Selection, every_token, scatter
+from nextscale.methods.validation import check_completed, check_report, check_selection, check_states
 from nextscale.models.base import Backbone, takes_packed, through
-from nextscale.models.stream import Stream
-from nextscale.run import Rows, Run, not_finite, places_of
-from nextscale.sampling import Sampling, ScaleNumbers, sample
-from nextscale.schedule import Scale, Schedule
+from nextscale.models.residual import Stream
 from nextscale.tokenizers.base import ImageTokenizer
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from nextscale.errors import NextscaleError, first_line
-from nextscale.network import why_local
+from nextscale.io.network import why_local
 
 logger = logging.getLogger(__name__)
 

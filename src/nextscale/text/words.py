@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.config import MAX_BLOCKS, Config, Limits
 from nextscale.errors import NextscaleError
-from nextscale.reading import read_json
+from nextscale.io.config import MAX_BLOCKS, Config, Limits
+from nextscale.io.reading import read_json
 
 logger = logging.getLogger(__name__)
 

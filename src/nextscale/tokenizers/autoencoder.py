@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.config import Limits
+from nextscale.io.config import Limits
 
 # Least and most of a tokenizer's numbers.
 AUTOENCODER_LIMITS: Limits = {"multipliers": (1, 64), "residual_blocks": (1, 16), "channels": (1, 2**14)}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nextscale.engine.schedule import Scale, Schedule
 from nextscale.errors import NextscaleError
-from nextscale.schedule import Scale, Schedule
 from nextscale.tokenizers.autoencoder import Decoder, Encoder
 
 
@@ -78,18 +78,18 @@ class ImageTokenizer(nn.Module, ABC):
         """What the transformer is told of the map so far when it predicts `scale`: [B, N, d]."""
 
     @abstractmethod
-    def analyse(self, images: Tensor) -> Tensor:
+    def analyze(self, images: Tensor) -> Tensor:
         """The encoder alone: images in [-1, 1] -> features [B, d, H, W], float32."""
 
     @abstractmethod
-    def quantise(self, rest: Tensor, scale: Scale) -> Tensor:
+    def quantize(self, rest: Tensor, scale: Scale) -> Tensor:
         """The tokens of a scale that come nearest to what is left of the features."""
 
     @torch.no_grad()
     def encode(self, images: Tensor, schedule: Schedule) -> Encoded:
         """Images [B, 3, H, W] in [-1, 1] -> tokens of every scale: each describes what the earlier ones left over."""
         self.encoder.to(self.device)  # who only decodes may have put it elsewhere
-        rest = self.analyse(images)
+        rest = self.analyze(images)
         want = self.blank(1, schedule).shape[2:]
         if rest.shape[2:] != want:
             h, w = (n * self.stride for n in schedule.last)
@@ -98,7 +98,7 @@ class ImageTokenizer(nn.Module, ABC):
         result = Encoded(rest, [], [])
         total = torch.zeros_like(rest)
         for scale in schedule:
-            tokens = self.quantise(rest, scale)
+            tokens = self.quantize(rest, scale)
             increment = self.increment(self.codes(tokens), scale, schedule)
             rest, total = rest - increment, total + increment
             result.tokens.append(tokens)

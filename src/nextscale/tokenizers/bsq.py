@@ -1,4 +1,4 @@
-"""Infinity's tokenizer: binary spherical quantisation, one sign per channel."""
+"""Infinity's tokenizer: binary spherical quantization, one sign per channel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.config import Config, Limits
+from nextscale.engine.schedule import Grid, Scale, Schedule
 from nextscale.errors import NextscaleError
-from nextscale.kernels.maps import fused_add, fused_inputs, takes
-from nextscale.schedule import Grid, Scale, Schedule
+from nextscale.io.config import Config, Limits
+from nextscale.kernels.feature_maps import fused_add, fused_inputs, takes
 from nextscale.tokenizers.autoencoder import AUTOENCODER_LIMITS, Decoder, Encoder
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -85,10 +85,10 @@ class BSQTokenizer(ImageTokenizer):
             return fused_inputs(features, scale.grid, self.patch)
         return self.from_map(resize(features, self.latent(scale.grid)))
 
-    def analyse(self, images: Tensor) -> Tensor:
+    def analyze(self, images: Tensor) -> Tensor:
         return self.encoder(images.to(self.dtype)).float()
 
-    def quantise(self, rest: Tensor, scale: Scale) -> Tensor:
+    def quantize(self, rest: Tensor, scale: Scale) -> Tensor:
         grid = self.latent(scale.grid)
         z = rest if tuple(rest.shape[-2:]) == grid else F.interpolate(rest, size=grid, mode="area")
         return self.from_map((z > 0).float()).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""VAR's tokenizer: multi-scale residual vector quantisation with phi convolutions."""
+"""VAR's tokenizer: multi-scale residual vector quantization with phi convolutions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.config import MAX_BLOCKS, Config, Limits
-from nextscale.schedule import Scale, Schedule
+from nextscale.engine.schedule import Scale, Schedule
+from nextscale.io.config import MAX_BLOCKS, Config, Limits
 from nextscale.tokenizers.autoencoder import AUTOENCODER_LIMITS, Decoder, Encoder
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -26,9 +26,9 @@ class VQConfig(Config):
     channels: int = 160
     multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
     residual_blocks: int = 2
-    phis: int = 4  # 4 = shared by neighbouring scales, 1 = by all, the number of scales = one each, 0 = none
+    phis: int = 4  # 4 = shared by neighboring scales, 1 = by all, the number of scales = one each, 0 = none
     phi_ratio: float = 0.5
-    normalised: bool = False  # nearest code by cosine instead of by distance
+    normalized: bool = False  # nearest code by cosine instead of by distance
     hybrid: bool = False  # HART: the last scale's codes are completed by a residual, and pass through no phi
 
 
@@ -100,17 +100,17 @@ class VQTokenizer(ImageTokenizer):
         """The code nearest to each vector [..., d]."""
         book = self.codebook.weight
         flat = z.reshape(-1, z.shape[-1])
-        if self.config.normalised:
+        if self.config.normalized:
             index = (F.normalize(flat, dim=-1) @ F.normalize(book.T, dim=0)).argmax(dim=1)
         else:
             distance = flat.square().sum(1, keepdim=True) + book.square().sum(1)
             index = distance.addmm(flat, book.T, alpha=-2).argmin(dim=1)
         return index.view(z.shape[:-1])
 
-    def analyse(self, images: Tensor) -> Tensor:
+    def analyze(self, images: Tensor) -> Tensor:
         return self.quant_conv(self.encoder(images.to(self.dtype)).float())
 
-    def quantise(self, rest: Tensor, scale: Scale) -> Tensor:
+    def quantize(self, rest: Tensor, scale: Scale) -> Tensor:
         z = rest if tuple(rest.shape[-2:]) == scale.grid else F.interpolate(rest, size=scale.grid, mode="area")
         return self.nearest(z.flatten(2).transpose(1, 2))
 

@@ -1,0 +1,1 @@
+"""The KV cache, as one tensor per layer or in pages."""

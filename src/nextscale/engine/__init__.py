@@ -1,0 +1,1 @@
+"""One call: what was asked for, the next-scale loop, what it leaves."""

@@ -1,0 +1,115 @@
+"""Dtypes and devices as users spell them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from nextscale.errors import NextscaleError, choices
+from nextscale.io.arguments import shown
+
+F = TypeVar("F", bound=Callable[..., Any])
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = DTYPES.get(str(dtype).removeprefix("torch.")) if isinstance(dtype, (str, torch.dtype)) else None
+    if found is None:
+        named = str(dtype) if isinstance(dtype, torch.dtype) else dtype
+        raise NextscaleError(f"dtype {shown(named)} is not supported; allowed: {choices(DTYPES)}")
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    try:
+        known = isinstance(device, (str, torch.device)) or (isinstance(device, int) and not isinstance(device, bool))
+        chosen = torch.device(device) if known else None
+    except (RuntimeError, ValueError, OverflowError):
+        chosen = None
+    if chosen is None:
+        raise NextscaleError(f"unknown device {shown(device)}; allowed: cpu, cuda, cuda:1, mps, ...")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise NextscaleError("device 'cuda' was asked for, but this torch sees no CUDA device; allowed here: cpu")
+    try:
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise NextscaleError(f"device {str(chosen)!r} was asked for, but this torch cannot use it") from None
+    if chosen.type == "meta":
+        raise NextscaleError("the device 'meta' holds no numbers; allowed: cpu, cuda, mps, ...")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise NextscaleError(f"device {str(chosen)!r} was asked for, but there are only {torch.cuda.device_count()}")
+    return chosen
+
+
+@functools.cache
+def memory_of(device: torch.device) -> int | None:
+    """Bytes that the device has in all; None where nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Outside any autocast of the caller: dtypes are our own business, and logits must stay float32."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def full_precision(function: F) -> F:
+    @functools.wraps(function)
+    def wrapped(backbone: Any, *args: Any, **kwargs: Any) -> Any:
+        with without_autocast(backbone.device):
+            return function(backbone, *args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+class Clock:
+    """When a device had done what was asked of it, at some moments of a call. The host does not wait for it.
+
+    It is kept from call to call: to make an event may take as long as ten kernels.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.moments: dict[str, Any] = {}  # seconds, or CUDA events
+
+    def mark(self, moment: str) -> None:
+        if self.device.type != "cuda":
+            self.moments[moment] = time.perf_counter()
+            return
+        if moment not in self.moments:
+            self.moments[moment] = torch.cuda.Event(enable_timing=True)
+        self.moments[moment].record(torch.cuda.current_stream(self.device))
+
+    def between(self, earlier: str, later: str) -> float:
+        """Seconds; waits for it."""
+        a, b = self.moments[earlier], self.moments[later]
+        if self.device.type != "cuda":
+            return b - a
+        b.synchronize()
+        return a.elapsed_time(b) / 1e3
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done all that was asked of it, so that a clock can be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

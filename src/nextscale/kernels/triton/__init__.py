@@ -1,0 +1,1 @@
+"""The Triton kernels, each beside its reference in the folder above."""

@@ -1,0 +1,57 @@
+"""NOVA's layer linkage, and the selection that follows from it: one pass over the entropies of a layer."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nextscale.kernels.topk_select import fused_link_and_select, selects
+from nextscale.methods.selection import Packed, Selection, topk_select
+
+MOST = math.nextafter(1.0, 0.0)  # ratios lie in [0, 1)
+MEAN, RATIO, DEVIATION, KEPT = range(4)  # what is noted of a layer
+
+
+class Linkage(NamedTuple):
+    """How the ratio of a scale becomes that of a layer."""
+
+    linked: bool  # False: every layer has the scale's ratio
+    first: int = 0  # layers before it are not counted
+    lowest: float = 0.0  # of a ratio
+    empty: bool = False  # a layer may keep no token
+
+    def keep(
+        self,
+        entropy: Tensor,
+        score: Tensor,
+        ratio: Tensor,
+        notes: Tensor,
+        layer: int,
+        copies: int = 1,
+        mean: Tensor | None = None,
+    ) -> Selection:
+        """The cells of highest score [B, N] that a layer of this entropy [B, N] keeps, `copies` times.
+
+        `ratio` [B] is the scale's; `notes` [layers, 4, B] hold what was found in the layers before. `mean` [B] is the
+        layer's entropy where it is not that of its tokens.
+        """
+        if selects(score):
+            return Packed(*fused_link_and_select(entropy, score, ratio, notes, layer, self, copies, mean))
+        self.note(entropy.double().mean(1) if mean is None else mean, ratio, notes, layer, entropy.shape[1])
+        return topk_select(score, notes[layer, KEPT].long(), copies)
+
+    def note(self, mean: Tensor, ratio: Tensor, notes: Tensor, layer: int, tokens: int) -> None:
+        """Eq. 12 and 13: a layer that is less certain than those before it keeps more. All numbers are [B]."""
+        deviation = torch.zeros_like(mean)
+        if self.linked and layer > self.first:
+            usual = notes[self.first : layer, MEAN].mean(0)
+            # What is not finite is complained about when the scale is over: until then, a number that counts as one.
+            deviation = torch.where(usual == 0, 0, (mean - usual) / usual).nan_to_num(0, 0, 0)
+        result = (ratio * (1 - deviation)).clamp_min(self.lowest).clamp_max(MOST)
+        result = torch.where(ratio > 0, result, ratio)
+        kept = tokens - (result * tokens).floor()
+        kept = kept if self.empty else kept.clamp_min(1)
+        notes[layer] = torch.stack((mean, result, deviation, kept))

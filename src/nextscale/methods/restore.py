@@ -1,0 +1,114 @@
+"""The usual way to fill holes: what the layer added one scale before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nextscale.engine.schedule import Scale
+from nextscale.kernels.logit_lens import Filled
+from nextscale.kernels.restore import MODES, fused_record, fused_restore, puts
+from nextscale.methods.base import Context, Group, Policy, Stats
+from nextscale.methods.selection import Packed, Selection, gather, scatter
+from nextscale.models.residual import Stream
+
+
+class CachedPolicy(Policy):
+    """A policy whose dropped tokens are restored from a cache; subclasses write `select`.
+
+    A dropped token's output is its input plus the increment that the layer gave at this place one scale before
+    ("residual"), or the layer's output there ("feature"), or its input alone ("zero"). At the end of a scale, cells
+    that some layer left out are sampled like all others, or add "nothing" to the map.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        kind: str = "residual",
+        restore_mode: str = "nearest",
+        after: int = 0,
+        uncomputed: str = "sample",
+    ) -> None:
+        super().__init__(context)
+        self.kind, self.restore_mode, self.uncomputed = kind, restore_mode, uncomputed
+        self.after = after  # scales that are never followed by a reduced one need not be recorded
+        self.computed: Tensor | None = None  # cells of this scale that every layer computed, if the others add nothing
+
+    def expected_tokens(self) -> int:
+        return 0  # the KV cache grows with what is kept
+
+    def records(self, scale: Scale) -> bool:
+        """Whether a later scale may need what this one leaves behind."""
+        return self.after <= scale.index < len(self.context.schedule) - 1
+
+    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
+        if self.kind == "zero":
+            return super().fill(layer, group, x, chosen, y, stats)
+        if chosen is None and not self.records(stats.scale):
+            return y
+        cache, rows, grid = self.memory["added", layer, group], stats.rows, stats.scale.grid
+        cached = None if chosen is None else cache.read(rows, grid, self.restore_mode)
+        filled, new = self._restored(None if cached is None else cached.to(x.dtype), x, chosen, y)
+        if self.records(stats.scale):
+            # Kept as exactly as the layers compute: at a high resolution this is most of a run's memory.
+            cache.store(rows, grid, new.to(self.context.dtype))
+        return filled
+
+    @property
+    def fills_plainly(self) -> bool:
+        """Whether nothing is done to the holes but to fill them."""
+        return type(self).fill is CachedPolicy.fill
+
+    @property
+    def leaves_holes(self) -> bool:
+        return self.fills_plainly and self.kind == "zero"
+
+    def fill_stream(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, stats: Stats
+    ) -> Tensor:
+        if self.kind != "residual" or not self.fills_plainly or not puts(x):
+            return super().fill_stream(layer, group, x, chosen, stream, stats)
+        cache, rows, grid = self.memory["added", layer, group], stats.rows, stats.scale.grid
+        newest, lens = cache.newest(rows), stats.fast_lens
+        new = cache.place(rows, grid, x, self.context.dtype) if self.records(stats.scale) else None
+        if chosen is None and new is not None:
+            if lens is not None:
+                lens.forget()  # x will not be what it saw
+            filled = fused_record(x, stream, new)
+        elif isinstance(chosen, Packed) and newest is not None and self.restore_mode in MODES:
+            grids, mode = (newest.grid, grid), self.restore_mode
+            moments = None if lens is None else lens.moments(x, chosen)
+            filled = fused_restore(x, newest.maps, grids, mode, chosen, stream, new, moments)
+            if lens is not None and moments is not None:
+                lens.filled = Filled(filled, chosen, newest.maps, grids, mode)
+        else:
+            return super().fill_stream(layer, group, x, chosen, stream, stats)
+        if new is not None:
+            cache.store(rows, grid, new)
+        return filled
+
+    def _restored(self, cached: Tensor | None, x: Tensor, chosen: Selection | None, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The output of all tokens, and what the next scale will find."""
+        feature = self.kind == "feature"
+        if chosen is None:
+            return y, y if feature else y - x
+        if cached is None:  # nothing to restore from: the first scale that this image runs
+            filled = scatter(x, chosen, y)
+            return filled, filled if feature else filled - x
+        if feature:
+            filled = scatter(cached, chosen, y)
+            return filled, filled
+        # What a dropped token received ages with it.
+        return scatter(x + cached, chosen, y), scatter(cached, chosen, y - gather(x, chosen))
+
+    def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
+        """A restored state predicts what was right one scale before. Where bits correct each other from scale to
+        scale, as they do in flat areas, that is wrong, and adding "nothing" does less harm than a sample."""
+        self.computed = None
+        taken = [next(iter(chosen.values())) for chosen in stats.chosen]
+        reduced = {id(chosen): chosen for chosen in taken if chosen is not None}.values()  # layers may share one
+        if self.uncomputed == "sample" or not reduced:
+            return x, None
+        masks = torch.stack([chosen.mask(stats.scale.tokens) for chosen in reduced])
+        self.computed = masks.all(0)[: stats.rows.images]
+        return x, self.computed.float()

@@ -1,0 +1,81 @@
+"""What VAR and Infinity have in common: blocks whose norms and gates are set by the condition (AdaLN)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nextscale.kernels.logit_lens import BitHead
+from nextscale.kernels.residual_norm import Norm
+from nextscale.models.base import Backbone, Block, State, per_row, shared
+from nextscale.models.layers import MLP, head_logits
+from nextscale.models.residual import Stream
+
+
+@dataclass(frozen=True)
+class ModulatedState(State):
+    condition: Tensor = per_row()  # [R, C]
+    modulation: list[Tensor] = per_row()  # per block [R, 1, 6, C]: gamma 1 and 2, scale 1 and 2, shift 1 and 2
+    head_modulation: Tensor = per_row()  # [R, 1, 2, C]
+    biases: list[Tensor] = shared()  # per block, of queries, keys and values
+
+
+class ModulatedGiven(NamedTuple):
+    """What a block reads."""
+
+    modulation: Tensor  # [R, 1, 6, C]
+    bias: Tensor  # [3 C]
+
+
+class ModulatedBlock(Block):
+    """Self-attention and MLP."""
+
+    mlp: MLP
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def ask(self, stream: Stream, given: Any) -> Tensor:
+        _, _, scale, _, shift, _ = given.modulation.unbind(2)
+        normed = stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.attn.qkv)
+        return self.attn.ask(normed, given.bias, stream.chosen)
+
+    def answer(self, stream: Stream, seen: Tensor, given: Any) -> None:
+        stream.add(self.attn.answer(seen, stream.chosen), given.modulation[:, :, 0])
+
+    def part(self, name: str, stream: Stream, given: Any) -> None:
+        _, gamma, _, scale, _, shift = given.modulation.unbind(2)
+        normed = stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.mlp.fc1)
+        stream.add(self.mlp(normed, stream.chosen), gamma)
+
+
+class ModulatedBackbone(Backbone):
+    word_embed: Any
+    head_linear: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.word_embed.weight.dtype
+
+    def given(self, state: Any, layer: int) -> Any:
+        return ModulatedGiven(state.modulation[layer], state.biases[layer])
+
+    def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        scale, shift = state.head_modulation[: len(x)].unbind(2)
+        normed = Stream(x).normed(Norm(self.config.eps, scale, shift, plus_one=True), self.head_linear)
+        logits = head_logits(self.head_linear, normed, codes)
+        return logits if codes is not None else logits.unflatten(-1, (*self.token_shape, self.token_values))
+
+    def bit_head(self, state: Any, images: int) -> BitHead:
+        scale, shift = state.head_modulation[:images, 0].unbind(1)
+        return BitHead.of(self.head_linear, scale, shift, self.config.eps)
+
+    def flops(self, part: str, tokens: int, keys: int) -> int:
+        c = self.width
+        if part == "self":
+            return 2 * tokens * 4 * c * c + 4 * tokens * keys * c
+        return 4 * tokens * c * self.hidden

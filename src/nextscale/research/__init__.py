@@ -1,0 +1,1 @@
+"""Analyze, evaluate, export, verify, calibrate: what commands need and serving does not."""

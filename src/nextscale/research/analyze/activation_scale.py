@@ -1,0 +1,58 @@
+"""At which scale NOVA would begin to reduce, per category of prompts (NOVA, Figure 8)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from nextscale.methods.nova import NOVA
+from nextscale.methods.nova.growth import Growth
+from nextscale.research.analyze.band import Band
+from nextscale.research.analyze.data import Data
+from nextscale.research.analyze.style import canvas, gradient, literal, plain_axes, save
+
+
+def measure(band: Band, method: NOVA) -> Data:
+    """From the entropies of plain runs: until it begins to reduce, NOVA's run is the plain one."""
+    entropies = band.guided if method.entropy_of == "guided" else band.conditional
+    last = entropies.shape[1]
+    first: list[int | None] = []
+    for row in entropies.tolist():
+        growth = Growth(method.t_est, method.alpha)
+        for t, value in enumerate(row, start=1):
+            growth.add(t, value)
+        first.append(None if growth.star is None or growth.star == last else growth.star + 1)
+    return {**band.about(), "t_est": method.t_est, "alpha": method.alpha, "scales": last, "first_reduced": first}
+
+
+def draw(data: Data, path: Path) -> None:
+    names = list(dict.fromkeys(data["categories"]))
+    pairs = list(zip(data["categories"], data["first_reduced"], strict=True))
+    scales = list(range(data["t_est"] + 2, data["scales"] + 1))  # the earliest that the rule allows, and later
+    figure = canvas(1.9 + 0.42 * len(names))
+    axes = figure.subplots()
+    left = dict.fromkeys(names, 0.0)
+    for scale, color in zip([*scales, None], [*gradient(len(scales)), "0.85"], strict=True):
+        label = "never" if scale is None else f"scale {scale}"
+        for place, name in enumerate(names):
+            found = Counter(first for category, first in pairs if category == name)
+            share = found[scale] / found.total()
+            axes.barh(place, share, left=left[name], color=color, edgecolor="white", label=None if place else label)
+            if share >= 0.06:
+                dark = scale is not None and scale - scales[0] < 0.6 * len(scales)
+                where = (left[name] + share / 2, place)
+                axes.text(*where, f"{share:.0%}", ha="center", va="center", fontsize=9, color="w" if dark else "k")
+            left[name] += share
+    counts: Counter[str] = Counter(data["categories"])
+    axes.set_yticks(range(len(names)), [literal(f"{name} ({counts[name]})") for name in names], fontsize=9.5)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1), xlabel="share of the prompts")
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), title="first reduced scale")
+    plain_axes(axes)
+    one = " (one prompt only)" if len(pairs) == 1 else ""
+    figure.suptitle(
+        f"Where NOVA begins to reduce, {data['model']}{one}: t_est = {data['t_est']}, alpha = {data['alpha']:g}",
+        fontsize=12,
+    )
+    save(figure, path)

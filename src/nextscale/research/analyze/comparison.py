@@ -1,0 +1,54 @@
+"""One picture of two runs: the images, where the second one computed, and the time of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nextscale.engine.request import Output
+from nextscale.io.images import from_pil
+from nextscale.research.analyze.computed import computed
+from nextscale.research.analyze.style import literal, quoted, require_matplotlib, save
+from nextscale.research.evaluate.psnr import psnr
+
+
+def draw_comparison(plain: Output, fast: Output, prompt: str, path: Path) -> str:
+    """Writes the picture; returns its figures as one sentence."""
+    pyplot = require_matplotlib()
+    seconds = [run.trace.seconds["total"] for run in (plain, fast)]
+    share = fast.trace.share()
+    a, b = from_pil(plain.images[:1]), from_pil(fast.images[:1])
+    quality = "the same picture" if a.equal(b) else f"PSNR against the plain picture {float(psnr(a, b)):.1f} dB"
+    name = fast.trace.header["method"]["name"]
+    scales = len(fast.trace.schedule)  # columns of maps
+    figure = pyplot.figure(figsize=(11, 7.6), facecolor="white")
+    images = figure.add_gridspec(1, 2, left=0.02, right=0.98, top=0.88, bottom=0.22, wspace=0.02)
+    maps = figure.add_gridspec(1, scales, left=0.02, right=0.98, top=0.16, bottom=0.05, wspace=0.08)
+    ratio = seconds[0] / seconds[1]
+    faster = f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
+    titles = (f"plain: {seconds[0]:.1f} s", f"{name}: {seconds[1]:.1f} s ({faster})")
+    for run, title, place in zip((plain, fast), titles, images, strict=True):
+        axes = figure.add_subplot(place)
+        axes.imshow(run.images[0])
+        axes.set_title(title, fontsize=13)
+        axes.axis("off")
+    for scale in fast.trace.schedule:
+        axes = figure.add_subplot(maps[scale.index])
+        shown = computed(fast.trace, 0, scale.index + 1)
+        axes.imshow(shown, cmap="magma", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_title(f"{scale}\n{100 * shown.mean():.0f} %", fontsize=8)
+        axes.set_xticks([])
+        axes.set_yticks([])
+    figure.suptitle(literal(f"{quoted(prompt)}, seed {fast.seeds[0]}"), fontsize=14, y=0.98)
+    figure.text(
+        0.5,
+        0.015,
+        f"below: the cells of every scale that {name} computed (bright = in all layers, black = in none); "
+        f"{100 * share:.0f} % of the tokens of the plain run",
+        ha="center",
+        fontsize=9,
+    )
+    save(figure, path, dpi=110)
+    return (
+        f"plain {seconds[0]:.2f} s, {name} {seconds[1]:.2f} s: {ratio:.2f}x faster, "
+        f"{100 * share:.1f} % of the tokens, {quality}"
+    )

@@ -1,0 +1,65 @@
+"""Entropy per scale, with the band over prompts (NOVA, Figure 4b)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nextscale.research.analyze.band import Band
+from nextscale.research.analyze.data import Data
+from nextscale.research.analyze.style import BLACK, BLUE, ORANGE, canvas, literal, plain_axes, quoted, save
+from nextscale.research.analyze.watch import Watched
+
+KINDS = {"conditional": "conditional prediction, raw", "guided": "after temperature and guidance"}
+
+
+def measure(band: Band, watched: Watched) -> Data:
+    """Mean entropy of a token at every scale: of each prompt of the band, and of the one that is watched."""
+    return {
+        **band.about(),
+        "grids": [list(g) for g in watched.grids],
+        "unit": "nats per token",
+        **{kind: getattr(band, kind).round(5).tolist() for kind in KINDS},
+        "watched": {
+            "prompt": watched.prompt,
+            **{kind: [round(float(m.mean()), 5) for m in getattr(watched, kind)] for kind in KINDS},
+        },
+    }
+
+
+def draw(data: Data, path: Path) -> None:
+    figure = canvas(4.4)
+    panels = figure.subplots(1, 2, sharey=True)
+    scales = range(1, len(data["grids"]) + 1)
+    count = len(data["prompts"])
+    for axes, (kind, title), color in zip(panels, KINDS.items(), (BLUE, ORANGE), strict=True):
+        _curve(axes, scales, np.array(data[kind]), data["watched"], kind, color)
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel("scale (tokens per side below)")
+        axes.set_xticks(scales, [f"{t}\n{_side(*grid)}" for t, grid in enumerate(data["grids"], start=1)])
+        axes.tick_params(labelsize=9)
+        axes.set_ylim(0, None)
+        axes.grid(axis="y", color="0.9")
+        axes.set_axisbelow(True)
+        plain_axes(axes)
+        axes.legend(fontsize=9, frameon=False, loc="best")
+    panels[0].set_ylabel("mean entropy of a token, nats")
+    over = "one prompt, so there is no band" if count == 1 else f"{count} prompts"
+    figure.suptitle(f"Entropy per scale, {data['model']}: {over}", fontsize=12)
+    save(figure, path)
+
+
+def _side(h: int, w: int) -> str:
+    return str(h) if h == w else f"{h}×{w}"
+
+
+def _curve(axes: Any, scales: range, values: np.ndarray, watched: Data, kind: str, color: str) -> None:
+    if len(values) > 1:
+        axes.fill_between(scales, values.min(0), values.max(0), color=color, alpha=0.15, lw=0, label="range")
+        low, high = np.quantile(values, (0.1, 0.9), axis=0)
+        axes.fill_between(scales, low, high, color=color, alpha=0.35, lw=0, label="10 to 90 %")
+        axes.plot(scales, values.mean(0), "o-", color=color, ms=4, label="mean of the prompts")
+    name = literal(quoted(watched["prompt"], 34))
+    axes.plot(scales, watched[kind], "s--", color=BLACK, ms=3.5, lw=1.2, label=name)

@@ -1,0 +1,119 @@
+"""A plain run watched from inside: entropies after every scale and before every layer, what each block changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from nextscale.engine.entropy import token_entropy
+from nextscale.engine.loop import ScaleEnd
+from nextscale.engine.schedule import Grid, Scale
+from nextscale.io.images import to_pil
+from nextscale.methods.base import Context, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.selection import Selection
+from nextscale.pipeline import Pipeline
+
+SIDE = 256  # pixels to which pictures are reduced: figures show them small
+
+
+@dataclass
+class Watched:
+    """Lists have an entry per scale; maps are [h, w], maps of layers [depth, h, w]. Entropies are in nats."""
+
+    model: str
+    prompt: str | int
+    seed: int
+    grids: list[Grid]
+    pictures: list[np.ndarray] = field(default_factory=list)  # so far, [H, W, 3] bytes
+    full: list[Image.Image] = field(default_factory=list)  # the same in full size
+    conditional: list[np.ndarray] = field(default_factory=list)  # entropy of the raw conditional prediction
+    guided: list[np.ndarray] = field(default_factory=list)  # after temperature and guidance
+    lens: list[np.ndarray] = field(default_factory=list)  # entropy of what the head would predict before each layer
+    moved: list[np.ndarray] = field(default_factory=list)  # mean squared change of the state by each layer
+    attention: np.ndarray | None = None  # attention entropy of each layer, at the watched scale
+    attention_scale: int = 0  # from 1
+
+    def about(self) -> dict[str, Any]:
+        """What every figure's data begins with."""
+        return {"model": self.model, "prompt": self.prompt, "seed": self.seed, "grids": [list(g) for g in self.grids]}
+
+
+@dataclass(frozen=True)
+class Watcher(Method):
+    """Looks at everything and changes nothing: every selection is None, the path of a plain run."""
+
+    name = "watcher"
+    summary = "Watches a plain run."
+
+    attention_at: float = 6 / 13  # the scale, as a share of the schedule, whose attention is looked at
+
+    def start(self, context: Context) -> WatchingPolicy:
+        return WatchingPolicy(context, self)
+
+
+class WatchingPolicy(Policy):
+    """Of a call with one image."""
+
+    def __init__(self, context: Context, method: Watcher) -> None:
+        super().__init__(context)
+        self.attention_scale = max(round(method.attention_at * len(context.schedule)), 2) - 1  # index
+        self.lens: list[list[np.ndarray]] = []
+        self.moved: list[list[np.ndarray]] = []
+        self.conditional: list[np.ndarray] = []
+        self.guided: list[np.ndarray] = []
+        self.attention: np.ndarray | None = None
+
+    def begin_scale(self, scale: Scale) -> ScalePlan:
+        self.lens.append([])
+        self.moved.append([])
+        needs = frozenset({"attention_entropy"}) if scale.index == self.attention_scale else frozenset()
+        return self.plan(scale, needs=needs)
+
+    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
+        self.lens[-1].append(_map(token_entropy(stats.lens(x, False)), stats))
+        return None
+
+    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
+        self.moved[-1].append(_map((y - x)[:1].square().mean(-1), stats))
+        return super().fill(layer, group, x, chosen, y, stats)
+
+    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
+        self.conditional.append(_map(token_entropy(raw[:1]), stats))
+        self.guided.append(_map(token_entropy(logits), stats))
+        if stats.attention_entropy:
+            self.attention = np.stack([_map(layer[:1], stats) for layer in stats.attention_entropy])
+
+
+def _map(values: Tensor, stats: Stats) -> np.ndarray:
+    """[1, N] -> [h, w]"""
+    return values[0].float().view(stats.scale.grid).cpu().numpy()
+
+
+def thumbnail(image: Image.Image) -> np.ndarray:
+    """[H, W, 3] bytes, at most SIDE pixels per side."""
+    shrunk = image.convert("RGB")
+    shrunk.thumbnail((SIDE, SIDE))
+    return np.asarray(shrunk)
+
+
+def watch(pipe: Pipeline, prompt: str | int, seed: int, attention_at: float = 6 / 13, **size: Any) -> Watched:
+    seen = Watched(pipe.spec.name, prompt, seed, list(pipe.schedule(**size).grids))
+
+    def after(end: ScaleEnd) -> None:
+        (image,) = to_pil(end.decode())
+        seen.full.append(image)
+        seen.pictures.append(thumbnail(image))
+
+    out = pipe(
+        prompt, seed=seed, method=Watcher(attention_at), callback_on_scale_end=after, output_type="latent", **size
+    )
+    policy = out.trace.policy
+    assert isinstance(policy, WatchingPolicy)
+    seen.conditional, seen.guided = policy.conditional, policy.guided
+    seen.lens, seen.moved = ([np.stack(layers) for layers in each] for each in (policy.lens, policy.moved))
+    seen.attention, seen.attention_scale = policy.attention, policy.attention_scale + 1
+    return seen

@@ -1,0 +1,31 @@
+"""Settings that a paper leaves to the model at hand, fitted to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nextscale.errors import NextscaleError
+from nextscale.pipeline import Pipeline
+from nextscale.research.prompt_files import bad_prompts
+
+FEWEST = 64  # prompts
+BATCH = 8
+
+
+def require_enough(prompts: Sequence[Any]) -> None:
+    if len(prompts) < FEWEST:
+        raise NextscaleError(f"calibration needs at least {FEWEST} prompts, not {len(prompts)}")
+
+
+def batches(pipe: Pipeline, prompts: Sequence[Any], seed: int) -> Iterator[dict[str, Any]]:
+    """The arguments of the calls that make one picture of every prompt, each with its own seed."""
+    require_enough(prompts)
+    asked = [(prompt, f"prompt {i}") for i, prompt in enumerate(prompts, start=1) if isinstance(prompt, (str, int))]
+    for bad in bad_prompts(pipe, asked):
+        raise NextscaleError(f"{bad.where}: {bad.reason}")
+    for start in range(0, len(prompts), BATCH):
+        some = list(prompts[start : start + BATCH])
+        seeds = [seed + start + i for i in range(len(some))]
+        key = "prompt" if isinstance(some[0], (str, int)) else "prompt_embeds"
+        yield {key: some, "seed": seeds}

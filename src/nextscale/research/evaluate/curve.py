@@ -1,0 +1,92 @@
+"""The figure of a sweep: quality against cost, one line per method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from nextscale.io.writing import whole_file
+from nextscale.research.evaluate.report import Row
+from nextscale.research.evaluate.statistics import Estimate, pareto
+
+# Okabe and Ito's colors, which most color-blind people can tell apart; marks help the others.
+COLORS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B2A400")
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LABELS = {
+    "scenes": "scenes score",
+    "psnr": "PSNR to the plain picture, dB",
+    "ssim": "SSIM to the plain picture",
+    "perceptual": "perceptual distance to the plain picture",
+    "seconds": "seconds per picture",
+    "flops": "FLOPs, share of the plain run",
+    "tokens": "tokens computed, share of the plain run",
+}
+
+
+def draw_curves(
+    rows: Sequence[Row],
+    curves: dict[str, tuple[str, ...]],
+    path: Path,
+    cost: str,
+    qualities: Sequence[str],
+    title: str,
+) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    by_name = {row.name: row for row in rows}
+    figure, panels = plt.subplots(
+        1, len(qualities), figsize=(3.9 * len(qualities), 4.2), layout="constrained", squeeze=False
+    )
+    for axes, quality in zip(panels[0], qualities, strict=True):
+        for n, (curve, names) in enumerate(curves.items()):
+            points = sorted(
+                (x, e.value, e.low, e.high)
+                for name in names
+                if isinstance(x := by_name[name].values[cost], float)
+                and isinstance(e := by_name[name].values[quality], Estimate)
+            )
+            if not points:
+                continue
+            at, y, low, high = zip(*points, strict=True)
+            color, mark = COLORS[n % len(COLORS)], MARKS[n % len(MARKS)]
+            again = n >= len(COLORS)  # the second round has dashes and open marks
+            look = {"ls": "--" if again else "-", "mfc": "white" if again else color}
+            axes.fill_between(at, low, high, color=color, alpha=0.12, lw=0)
+            axes.plot(at, y, marker=mark, color=color, ms=5, lw=1.3, label=curve, **look)
+        axes.set(xlabel=LABELS[cost], ylabel=LABELS[quality], xscale="log")
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        ticks = [t for t in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if _inside(t, axes.get_xlim())]
+        axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, lw=0.6)
+        if quality == "perceptual":  # a ruined picture is a hundred times as far as a good one
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.invert_yaxis()  # better is up, as in the other panels
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=10)
+    with whole_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+    plt.close(figure)
+
+
+def _inside(value: float, limits: tuple[float, float]) -> bool:
+    return limits[0] <= value <= limits[1]
+
+
+def best(rows: Sequence[Row], cost: str, quality: str) -> list[str]:
+    """The Pareto set."""
+    sign = -1 if quality == "perceptual" else 1
+    points = {}
+    for row in rows:
+        x, e = row.values[cost], row.values[quality]
+        if isinstance(x, float) and isinstance(e, Estimate):
+            points[row.name] = (x, sign * e.value)
+    return pareto(points)

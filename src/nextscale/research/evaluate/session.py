@@ -1,0 +1,116 @@
+"""An evaluation in a folder: its settings, its cells, its tables. It may be stopped and go on at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nextscale.errors import NextscaleError
+from nextscale.io.locking import LOCK, locked
+from nextscale.io.reading import read_json
+from nextscale.io.writing import UNFINISHED, as_json, remove_unfinished, require_folder, whole_file
+from nextscale.methods import Method
+from nextscale.research.evaluate.bench import Bench
+from nextscale.research.evaluate.recognizer import read_about
+from nextscale.research.evaluate.report import Report, Row, as_csv
+from nextscale.research.export.manifest import first_difference, model_settings, run_facts
+from nextscale.research.export.weights import weights_sha256
+from nextscale.research.prompt_files import skipped
+
+SETTINGS, RESULTS, TABLE = "settings.json", "results.json", "table.csv"
+FORMAT = 1
+UNRELIABLE = 0.97  # a task whose verdicts are right less often is marked
+
+
+def settings_of(bench: Bench) -> dict[str, Any]:
+    """What must be the same when an evaluation goes on. Methods may be added."""
+    pipe = bench.pipe
+    schedule = pipe.schedule(**bench.size)
+    size = tuple(n * pipe.tokenizer.stride for n in schedule.last)
+    made = model_settings(pipe, weights_sha256(pipe), None, pipe.sampling(len(schedule)), (size[0], size[1]))
+    del made["method"]
+    asked = json.dumps([(i.ask.to_dict(), i.seed) for i in bench.items])
+    return {
+        "format": FORMAT,
+        **made,
+        "pictures": len(bench.items),
+        "prompts_sha256": hashlib.sha256(asked.encode()).hexdigest(),
+        "batch": bench.batch,
+        "device": pipe.device.type,
+        "features": bench.perceive,
+    }
+
+
+def open_folder(bench: Bench) -> None:
+    """Refuse a folder of other settings or of somebody else; else note the settings."""
+    folder = bench.folder
+    if folder is None:
+        return
+    now = settings_of(bench)
+    path = folder / SETTINGS
+    if path.exists():
+        there = read_json(path, "the settings of an evaluation")
+        if not isinstance(there, dict):
+            raise NextscaleError(f"{path} is not the settings of an evaluation; choose another --out")
+        if difference := first_difference(there, now):
+            raise NextscaleError(f"{folder} is an evaluation with other settings: {difference}; choose another --out")
+        return
+    require_ours(folder)
+    with whole_file(path) as file:
+        file.write(as_json(now))
+
+
+def require_ours(folder: Path) -> None:
+    """A folder that holds something else is not for us."""
+    if not folder.is_dir() or (folder / SETTINGS).exists():
+        return
+    if any(not p.name.startswith(LOCK) and not p.name.endswith(UNFINISHED) for p in folder.iterdir()):
+        raise NextscaleError(f"{folder} is not empty and holds no evaluation; choose another --out")
+
+
+@contextlib.contextmanager
+def at_work(folder: Path) -> Iterator[None]:
+    """The folder is this process's alone, and what a killed one left unfinished is removed."""
+    require_folder(folder)
+    require_ours(folder)
+    with locked(folder):
+        for part in (folder, folder / "cells", folder / "presets"):
+            require_folder(part)
+            remove_unfinished(part)
+        yield
+
+
+def save(bench: Bench, methods: dict[str, Method | None], report: Report, rows: Sequence[Row]) -> None:
+    folder = bench.folder
+    if folder is None:
+        return
+    pictures = {
+        name: [
+            {"task": i.ask.task, "prompt": i.ask.prompt, "seed": i.seed, **record}
+            for i, record in zip(bench.items, cell.records, strict=True)
+        ]
+        for name, cell in report.cells.items()
+    }
+    content = {
+        "settings": settings_of(bench),
+        "run": run_facts(bench.pipe, bench.batch),
+        "grader": read_about().get("accuracy"),
+        "methods": {name: None if m is None else m.to_dict() for name, m in methods.items()},
+        "rows": [row.flat() for row in rows],
+        "skipped": skipped(bench.skipped),
+        "pictures": pictures,
+    }
+    with whole_file(folder / RESULTS) as file:
+        file.write(as_json(content, indent=None))
+    with whole_file(folder / TABLE) as file:
+        file.write(as_csv(rows).encode())
+
+
+def unreliable_tasks() -> list[str]:
+    """Tasks in which the recognizer's own verdicts are not right often enough."""
+    accuracy = read_about().get("accuracy", {})
+    return [task for task, found in accuracy.items() if found["accuracy"] < UNRELIABLE]
