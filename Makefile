@@ -34,7 +34,7 @@ test-gpu:
 # Triton's kernels without a GPU. Triton lies apart: a CPU build of torch comes without it.
 test-kernels: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/triton triton
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal tests/test_interpreted*.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal tests/kernels/test_interpreted*.py
 
 # Many bad arguments, configs, weights and prompts: no traceback, no hang, nothing executed, nothing half-written.
 test-hostile: $(VENV)/.ready
@@ -49,7 +49,7 @@ $(VENV)-score/.ready: pyproject.toml constraints.txt
 	touch $@
 
 test-score: $(VENV)-score/.ready
-	NEXTSCALE_NO_SKIPS=1 $(VENV)-score/bin/python -m pytest tests/test_score.py  # a skipped test fails
+	NEXTSCALE_NO_SKIPS=1 $(VENV)-score/bin/python -m pytest tests/research/test_score.py  # a skipped test fails
 
 bench-load: $(VENV)/.ready
 	$(BIN)/python benchmarks/loading.py

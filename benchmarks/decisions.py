@@ -30,9 +30,9 @@ from nextscale.engine.schedule import Scale
 from nextscale.io.progress import bar
 from nextscale.methods import NOVA
 from nextscale.methods.base import Context, Policy, ScalePlan, Stats
-from nextscale.methods.nova import NOVAPolicy
 from nextscale.methods.nova.growth import Growth
 from nextscale.methods.nova.layer_linkage import KEPT, MOST, Linkage
+from nextscale.methods.nova.policy import NOVAPolicy
 from nextscale.pipeline import Pipeline
 from nextscale.research.evaluate.scenes import TASKS, read_asks
 

@@ -14,7 +14,7 @@ from nextscale.checkpoints.families import FAMILIES
 from nextscale.checkpoints.load import set_dtype
 from nextscale.engine.memory import GIB, Estimate
 from nextscale.kernels.fp8 import fits as has_fp8
-from nextscale.models import quantize
+from nextscale.models import fp8
 from nextscale.models.base import Backbone
 from nextscale.models.registry import MODELS
 from nextscale.pipeline import ENCODERS, Pipeline
@@ -52,22 +52,22 @@ def without_weights(name: str) -> Pipeline:
 def saved_by_fp8(backbone: Backbone) -> int:
     """Bytes: a rounded weight has one instead of two."""
     rounded = 0
-    with mock.patch.object(quantize, "grown", return_value=1.0):  # there are none
+    with mock.patch.object(fp8, "grown", return_value=1.0):  # there are none
         for block in backbone.blocks:
             for part in block.modules():
-                layers = [getattr(part, name) for name in quantize.usual_sizes(part, 1.0)]
+                layers = [getattr(part, name) for name in fp8.usual_sizes(part, 1.0)]
                 rounded += sum(layer.weight.numel() for layer in layers if has_fp8(layer))
     return rounded
 
 
 def needs(pipe: Pipeline) -> dict[tuple[bool, bool], Estimate]:
-    """Of a picture, by (fp8, offload)."""
+    """Of a picture, by (FP8, offload)."""
     saved, found = saved_by_fp8(pipe.backbone), {}
-    for fp8 in (False, True):
+    for quantized in (False, True):
         for offload in (False, True):
             pipe.offload = "text" if offload else None
             made = pipe.estimate()
-            found[fp8, offload] = dataclasses.replace(made, weights=made.weights - saved * fp8)
+            found[quantized, offload] = dataclasses.replace(made, weights=made.weights - saved * quantized)
     return found
 
 
@@ -89,10 +89,10 @@ def table() -> str:
 def smallest(found: dict[tuple[bool, bool], Estimate]) -> str:
     """The smallest card for the model as it is, and what it takes to do with a smaller one."""
     text, last = [], None
-    for (fp8, offload), one in found.items():
+    for (quantized, offload), one in found.items():
         card = next((c for c in CARDS if one.total <= (c - TAKEN) * GIB), None)
         if card is not None and (last is None or card < last):
-            how = " and ".join(word for word, on in (("fp8", fp8), ("`offload`", offload)) if on)
+            how = " and ".join(word for word, on in (("fp8", quantized), ("`offload`", offload)) if on)
             text.append(f"{card} GB{' with ' + how if how else ''}")
             last = card
     return ", ".join(text) or "more than 24 GB"

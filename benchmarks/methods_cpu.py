@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from nextscale import NOVA, DropGuidance, FastVAR, Pipeline, RandomSelection, SparseVAR, ToProVAR, Truncate, kv
+from nextscale import NOVA, DropGuidance, FastVAR, Pipeline, RandomSelection, SparseVAR, ToProVAR, Truncate
+from nextscale.cache import kv
 from nextscale.checkpoints.families import FAMILIES
 from nextscale.engine.state import Run
 from nextscale.methods.base import Method

@@ -34,11 +34,10 @@ import torch
 
 from decisions import T_EST, Decision, Next, Recorded, read_decisions, varied
 from memory import random_pipeline
-from nextscale import warming
 from nextscale.engine.memory import GIB
 from nextscale.models.fp8 import to_fp8
 from nextscale.pipeline import Pipeline
-from nextscale.runtime import make_executor
+from nextscale.runtime import make_executor, warmup
 from timed import Timed, held, p95, timed, times, wait
 
 NEAR = 0.05
@@ -93,7 +92,7 @@ def size_of(budget: str) -> dict[str, str]:
 def deal(pipe: Pipeline, asked: Asked) -> list[Call]:
     """Every kind equally often, in random order."""
     rng, (shortest, longest) = random.Random(asked.seed), asked.texts
-    slots = [0, *(slot for slot in warming.lengths_of_texts(pipe, longest) if slot is not None)]
+    slots = [0, *(slot for slot in warmup.lengths_of_texts(pipe, longest) if slot is not None)]
     lengths = {slot: (max(before + 1, shortest), min(slot, longest)) for before, slot in itertools.pairwise(slots)}
     rungs = [slot for slot, (low, high) in lengths.items() if low <= high]
     kinds = [Kind(*kind) for kind in itertools.product(asked.sizes, (PLAIN, NOVA), asked.guidance, rungs)]
@@ -106,9 +105,9 @@ def deal(pipe: Pipeline, asked: Asked) -> list[Call]:
 @contextmanager
 def watched(device: torch.device) -> Iterator[list[dict[str, Any]]]:
     """What every shape of the warm-ups in here takes."""
-    real, notes = warming.rehearse, []
+    real, notes = warmup.rehearse, []
 
-    def rehearse(pipe: Pipeline, shape: warming.Shape, *given: Any) -> None:
+    def rehearse(pipe: Pipeline, shape: warmup.Shape, *given: Any) -> None:
         before, began = pipe.captured, time.perf_counter()
         real(pipe, shape, *given)
         wait(device)
@@ -116,11 +115,11 @@ def watched(device: torch.device) -> Iterator[list[dict[str, Any]]]:
         what = {"size": shape.size.get("pixel_budget", ""), "method": NOVA if shape.method else PLAIN}
         notes.append({**what, "text": shape.text, "s": seconds, "captured": captured, "gib": held(device) / GIB})
 
-    warming.rehearse = rehearse
+    warmup.rehearse = rehearse
     try:
         yield notes
     finally:
-        warming.rehearse = real
+        warmup.rehearse = real
 
 
 def compare(pipe: Pipeline, asked: Asked) -> dict[str, Any]:

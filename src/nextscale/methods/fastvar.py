@@ -10,7 +10,7 @@ from torch import Tensor
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Activation, Context, Group, Method, Policy, ScalePlan, Stats
-from nextscale.methods.selection import Selection, topk_select, scatter
+from nextscale.methods.selection import Selection, scatter, topk_select
 from nextscale.methods.tables import read_table, relative_ratio
 
 

@@ -1,0 +1,212 @@
+"""Policies that return nonsense are named, with the hook; callbacks are looked at before the first scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.pipelines import ask, embeds, same_tokens
+
+from nextscale.errors import NextscaleError
+from nextscale.methods import NOVA, RandomSelection, SkipVAR, ToProVAR
+from nextscale.methods.base import Method, Policy
+from nextscale.methods.selection import Selection
+
+
+@dataclass(frozen=True)
+class Own(Method):
+    """A method whose policy has one hook replaced."""
+
+    name = "own"
+    summary = "For tests."
+    hook: str = "select"
+    does: Any = None
+
+    def start(self, context):
+        policy = OwnPolicy(context)
+        setattr(policy, self.hook, lambda *args, **more: self.does(policy, *args, **more))
+        return policy
+
+
+class OwnPolicy(Policy):
+    def select(self, layer, group, x, stats):
+        return super().select(layer, group, x, stats)
+
+
+def chosen(index=None, count=None, dtype=torch.long):
+    """A Selection that is fine but for what is given."""
+
+    def select(policy, layer, group, x, stats):
+        usual = torch.zeros(len(x), 1, dtype=dtype)
+        rows = torch.ones(len(x), dtype=dtype)
+        return Selection(usual if index is None else index(x), rows if count is None else count(x))
+
+    return select
+
+
+def planned(**more):
+    return lambda policy, scale: policy.plan(scale, **more)
+
+
+def completed(weight):
+    return lambda policy, x, stats: (x, weight(x, stats))
+
+
+NONSENSE = [
+    *(("begin_scale", lambda policy, scale, v=v: v) for v in (None, 5, "run", (), ("run",), object())),
+    ("begin_scale", planned(actions=("run", "run"))),
+    ("begin_scale", planned(actions=("dance",))),
+    ("begin_scale", planned(actions="run")),
+    ("begin_scale", planned(actions=([],))),
+    ("begin_scale", planned(guided=(True, True))),
+    ("begin_scale", planned(guided=("yes",))),
+    ("begin_scale", planned(guided=None)),
+    ("begin_scale", planned(capacity=-1)),
+    ("begin_scale", planned(capacity=1.5)),
+    ("begin_scale", planned(capacity=10**12)),
+    ("begin_scale", planned(groups=())),
+    ("begin_scale", planned(groups=(("ffn",), ("self",)))),
+    ("begin_scale", planned(groups=5)),
+    ("begin_scale", planned(needs={"magic"})),
+    ("begin_scale", planned(needs="attention_entropy")),
+    ("begin_scale", planned(looks=None)),
+    ("begin_scale", planned(looks="no")),
+    ("begin_scale", planned(variant=[])),
+    *(("expected_tokens", lambda policy, v=v: v) for v in (None, -1, 1.5, "x", 10**12)),
+    *(("select", lambda *a, v=v: v) for v in (5, "all", (), torch.zeros(2, 1).long(), object())),
+    ("select", chosen(index=lambda x: torch.zeros(len(x), 1))),
+    ("select", chosen(index=lambda x: torch.zeros(len(x), 1, dtype=torch.int32))),
+    ("select", chosen(index=lambda x: torch.zeros(len(x)).long())),
+    ("select", chosen(index=lambda x: torch.zeros(len(x) + 1, 1).long())),
+    ("select", chosen(index=lambda x: torch.zeros(len(x), x.shape[1] + 1).long())),
+    ("select", chosen(index=lambda x: torch.full((len(x), 1), x.shape[1]))),
+    ("select", chosen(index=lambda x: torch.full((len(x), 1), -1))),
+    ("select", chosen(index=lambda x: torch.zeros(len(x), 1, device="meta").long())),
+    ("select", chosen(index=lambda x: [[0]])),
+    ("select", chosen(count=lambda x: torch.ones(len(x)))),
+    ("select", chosen(count=lambda x: torch.full((len(x),), 2))),
+    ("select", chosen(count=lambda x: torch.full((len(x),), -1))),
+    ("select", chosen(count=lambda x: 1)),
+    *(("fill", lambda *a, v=v: v) for v in (None, 5, "x", torch.zeros(1), torch.zeros(2, 1, 32))),
+    ("fill", lambda policy, layer, group, x, chosen, y, stats: x.double()),
+    ("fill", lambda policy, layer, group, x, chosen, y, stats: x[:, :, :1]),
+    ("fill", lambda policy, layer, group, x, chosen, y, stats: x.to("meta")),
+    *(("complete", lambda *a, v=v: v) for v in (None, 5, (1,), (1, 2), (None, None), "xy")),
+    ("complete", lambda policy, x, stats: x),
+    ("complete", lambda policy, x, stats: (x[:1], None)),
+    ("complete", completed(lambda x, stats: 1.0)),
+    ("complete", completed(lambda x, stats: torch.ones(3))),
+    ("complete", completed(lambda x, stats: torch.full((1, x.shape[1]), torch.nan))),
+    *(("report", lambda *a, v=v: v) for v in (None, 5, {"a": 1.0}, {1: torch.zeros(1)}, [torch.zeros(1)])),
+]
+
+
+@pytest.mark.parametrize(("hook", "does"), NONSENSE, ids=[f"{h}{i}" for i, (h, _) in enumerate(NONSENSE)])
+def test_nonsense_is_named(var, hook: str, does) -> None:
+    with pytest.raises(NextscaleError) as caught:
+        var(1, seed=1, output_type="latent", method=Own(hook, does))
+    said = str(caught.value)
+    assert said.startswith(f"own: {hook} ")
+    assert "\n" not in said
+    assert len(said) < 300
+
+
+def test_nonsense_of_a_part_is_named(var) -> None:
+    from nextscale import Truncate
+
+    with pytest.raises(NextscaleError, match="own: begin_scale planned actions"):
+        var(1, method=Truncate(1) + Own("begin_scale", planned(actions=("dance",))))
+    with pytest.raises(NextscaleError, match="own: begin_scale must return a ScalePlan"):
+        var(1, method=Truncate(1) + Own("begin_scale", lambda policy, scale: None))
+
+
+def test_nan_of_a_policy(var) -> None:
+    def fill(policy, layer, group, x, chosen, y, stats):
+        return y * torch.nan
+
+    with pytest.raises(NextscaleError, match=r"logits of scale 1 are not finite: .* or own made such values$"):
+        var(1, method=Own("fill", fill))
+
+
+def test_text_in_front_is_checked_too(hart) -> None:
+    with pytest.raises(NextscaleError, match="own: fill must return"):
+        ask(hart, method=Own("fill", lambda policy, layer, group, x, chosen, y, stats: y[:, :0]))
+    with pytest.raises(NextscaleError, match="own: select returned a Selection whose index goes from 7 to 7"):
+        ask(hart, method=Own("select", chosen(index=lambda x: torch.full((len(x), 1), 7))))
+
+
+def test_a_plan_with_an_unknown_field(var) -> None:
+    with pytest.raises(NextscaleError, match="a plan has no field 'action'; allowed: actions, guided"):
+        var(1, method=Own("begin_scale", planned(action=("run",))))
+
+
+def test_a_method_that_starts_nothing(var) -> None:
+    @dataclass(frozen=True)
+    class Nothing(Own):
+        def start(self, context):
+            return None
+
+    with pytest.raises(NextscaleError, match="own: start must return a Policy, not None"):
+        var(1, method=Nothing())
+
+
+@pytest.mark.parametrize("callback", [lambda: None, lambda a, b: None, lambda *, end: None, 5, "x"], ids=range(5))
+def test_callbacks_are_looked_at_before_the_first_scale(var, callback, monkeypatch) -> None:
+    monkeypatch.setattr("nextscale.engine.request.generate", lambda *args: pytest.fail("a scale was run"))
+    with pytest.raises(NextscaleError, match="callback_on_scale_end must be a function of one argument, a ScaleEnd"):
+        var(1, callback_on_scale_end=callback)
+
+
+@pytest.mark.parametrize("answer", [False, np.False_, np.bool_(0), torch.tensor(False)], ids=repr)
+def test_every_false_stops(var, answer) -> None:
+    out = var(1, seed=1, callback_on_scale_end=lambda end: answer if end.scale.index == 2 else None)
+    assert out.trace.to_dict()["images"][0]["stopped_after"] == 3
+
+
+@pytest.mark.parametrize("answer", [True, np.True_, torch.tensor(True), None], ids=repr)
+def test_every_other_answer_goes_on(var, answer) -> None:
+    out = var(1, seed=1, callback_on_scale_end=lambda end: answer)
+    assert same_tokens(out, var(1, seed=1))
+
+
+@pytest.mark.parametrize("answer", [5, "stop", 0, np.zeros(3), [], object()], ids=lambda a: type(a).__name__)
+def test_other_answers_are_refused(var, answer) -> None:
+    with pytest.raises(NextscaleError, match=r"the callback returned .*; allowed: None, False to stop, or a tensor"):
+        var(1, seed=1, callback_on_scale_end=lambda end: answer)
+
+
+METHODS = {
+    "none": None,
+    "nova": NOVA(t_est=2, metric="random"),
+    "toprovar": ToProVAR(tau=0.1, token_stage=False),
+    "random": RandomSelection(NOVA(t_est=2)),
+    "skipvar": SkipVAR(decision="clipart"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_callers_default_dtype_changes_nothing(any_pipe, name: str) -> None:
+    options = {"seed": 3, "method": METHODS[name], "output_type": "pt"}
+    if any_pipe.backbone.prompts == "label":
+        options["prompt"] = [1, 2]
+    else:
+        options["prompt_embeds"] = embeds(3, 5)
+    if any_pipe.backbone.family == "infinity":
+        options["pixel_budget"] = "0.06M"
+    expected, maps = any_pipe(**options), []
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = any_pipe(**options, callback_on_scale_end=lambda end: maps.append(end.features.dtype))
+        pixels = found.images * 2 - 1
+        tokens = any_pipe.encode(pixels)
+        any_pipe.decode(torch.zeros(1, any_pipe.tokenizer.config.code_dim, 4, 4))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same_tokens(expected, found)
+    assert set(maps) == {torch.float32}
+    assert found.images.dtype == torch.float32
+    assert torch.equal(expected.images, found.images)
+    assert all(torch.equal(a, b) for a, b in zip(tokens, any_pipe.encode(pixels), strict=True))
