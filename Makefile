@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format test-gpu test-kernels test-hostile test-score bench-load clean
+.PHONY: demo test lint format test-gpu test-kernels test-hostile test-score docs bench-load clean
 
 # The stamp is newer than what it was made from, or the environment is made again.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -51,8 +51,16 @@ $(VENV)-score/.ready: pyproject.toml constraints.txt
 test-score: $(VENV)-score/.ready
 	NEXTSCALE_NO_SKIPS=1 $(VENV)-score/bin/python -m pytest tests/research/test_score.py  # a skipped test fails
 
+# The site of docs/, in site/. The API reference is read from the source, which is not imported.
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 bench-load: $(VENV)/.ready
 	$(BIN)/python benchmarks/loading.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-score .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info demo.png
+	rm -rf $(VENV) $(VENV)-score .pytest_cache .mypy_cache .ruff_cache build site src/*.egg-info demo.png

@@ -29,7 +29,7 @@ from torch import Tensor
 from nextscale.engine.schedule import Scale
 from nextscale.io.progress import bar
 from nextscale.methods import NOVA
-from nextscale.methods.base import Context, Policy, ScalePlan, Stats
+from nextscale.methods.base import Policy, PolicyContext, ScaleContext, ScalePlan
 from nextscale.methods.nova.growth import Growth
 from nextscale.methods.nova.layer_linkage import KEPT, MOST, Linkage
 from nextscale.methods.nova.policy import NOVAPolicy
@@ -104,7 +104,7 @@ class Recorded(NOVA):
 
     source: Any = field(default=None, compare=False)  # an iterator of decisions
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         return RecordedPolicy(context, self, [next(self.source) for _ in range(context.images)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,14 +112,14 @@ class Recorded(NOVA):
 
 
 class RecordedPolicy(NOVAPolicy):
-    def __init__(self, context: Context, method: NOVA, decisions: list[Decision]) -> None:
+    def __init__(self, context: PolicyContext, method: NOVA, decisions: list[Decision]) -> None:
         super().__init__(context, method)
         self.decisions = decisions
         for growth, decision in zip(self.growth, decisions, strict=True):
             growth.star = decision.star
 
-    def begin_scale(self, scale: Scale) -> ScalePlan:
-        plan = super().begin_scale(scale)
+    def plan_scale(self, scale: Scale) -> ScalePlan:
+        plan = super().plan_scale(scale)
         t, depth = scale.index + 1, self.context.depth
         if any(self.ratio[t]):
             means = [d.means(t, depth) for d in self.decisions]
@@ -131,10 +131,10 @@ class RecordedPolicy(NOVAPolicy):
         played = Growth(growth.t_est, growth.alpha, dict(enumerate(decision.entropy, 1)), decision.star)
         return super()._ratio(played, t)
 
-    def _layer_entropy(self, layer: int, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
-        entropy, _ = super()._layer_entropy(layer, x, stats)
+    def _layer_entropy(self, layer: int, x: Tensor, ctx: ScaleContext) -> tuple[Tensor, Tensor | None]:
+        entropy, _ = super()._layer_entropy(layer, x, ctx)
         images = self.context.images
-        return entropy, self.of_rows(stats.rows, self.layer_means[layer * images : (layer + 1) * images])
+        return entropy, self.gather_rows(ctx.rows, self.layer_means[layer * images : (layer + 1) * images])
 
 
 def share(decision: Decision, depth: int = 32) -> float:
@@ -155,7 +155,7 @@ def share(decision: Decision, depth: int = 32) -> float:
 
 def prompts() -> list[str]:
     """Half as they are asked in the scenes benchmark, on white; half on something."""
-    asks = [a.prompt for task in TASKS for a in [a for a in read_asks() if a.task == task][: PROMPTS // len(TASKS)]]
+    asks = [a.prompt for batch in TASKS for a in [a for a in read_asks() if a.batch == batch][: PROMPTS // len(TASKS)]]
     return [prompt + BACKGROUNDS[n // 2 % len(BACKGROUNDS)] * (n % 2) for n, prompt in enumerate(asks)]
 
 

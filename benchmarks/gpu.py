@@ -46,7 +46,7 @@ from decisions import T_EST, Recorded, alternating, prompts, read_decisions, var
 from memory import random_pipeline
 from nextscale.engine.memory import GIB
 from nextscale.engine.schedule import Scale, Schedule
-from nextscale.engine.state import Run
+from nextscale.engine.state import GenerationState
 from nextscale.methods.base import Method
 from nextscale.methods.naming import parse_method
 from nextscale.models.fp8 import to_fp8
@@ -160,7 +160,7 @@ def marked(executor: Eager, opened: Any) -> Iterator[None]:
     """The event is recorded when a call's state is there."""
     real = executor.open
 
-    def open_and_record(*given: Any) -> Run:
+    def open_and_record(*given: Any) -> GenerationState:
         run = real(*given)
         opened.record()
         return run

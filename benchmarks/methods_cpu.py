@@ -18,10 +18,10 @@ import torch
 from nextscale import NOVA, DropGuidance, FastVAR, Pipeline, RandomSelection, SparseVAR, ToProVAR, Truncate
 from nextscale.cache import kv
 from nextscale.checkpoints.families import FAMILIES
-from nextscale.engine.state import Run
+from nextscale.engine.state import GenerationState
 from nextscale.methods.base import Method
 from nextscale.models.registry import MODELS
-from nextscale.runtime.eager import Eager, Work
+from nextscale.runtime.eager import CallContext, Eager
 from nextscale.testing import randomize
 
 METHODS: dict[str, Method] = {
@@ -79,10 +79,10 @@ class Watched(Method):
 class Watching(Eager):
     """Knows the run at work, and with it the KV cache."""
 
-    run: Run
+    run: GenerationState
 
-    def open(self, work: Work, inputs: Any, images: int, guided: bool) -> Run:
-        self.run = super().open(work, inputs, images, guided)
+    def open(self, call: CallContext, inputs: Any, images: int, guided: bool) -> GenerationState:
+        self.run = super().open(call, inputs, images, guided)
         return self.run
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nextscale.cache.paged import PAGE, PagedCache, Pages
-from nextscale.io.writing import whole_file
+from nextscale.io.writing import atomic_write
 from nextscale.kernels.attention import fused
 from nextscale.kernels.kv_store import split_and_store
 from nextscale.methods.selection import Packed
@@ -189,7 +189,7 @@ def main() -> None:
     if options.json is not None:
         known = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "entropy": options.entropy}
         content = {**known, "cases": [{**asdict(c), **f} for c, f in zip(asked, found, strict=True)]}
-        with whole_file(options.json) as file:
+        with atomic_write(options.json) as file:
             file.write((json.dumps(content, indent=1) + "\n").encode())
 
 

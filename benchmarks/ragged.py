@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decisions import SIDES, T_EST, Decision, read_decisions
-from nextscale.io.writing import whole_file
+from nextscale.io.writing import atomic_write
 from nextscale.kernels.fp8 import FP8Linear, gelu
 from nextscale.kernels.ragged_linear import ragged_linear
 from nextscale.methods import NOVA
@@ -186,7 +186,7 @@ def main() -> None:
     if options.json is not None:
         known = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": options.dtype}
         content = {**known, "microseconds": times, "picture": sums}
-        with whole_file(options.json) as file:
+        with atomic_write(options.json) as file:
             file.write((json.dumps(content, indent=1) + "\n").encode())
 
 

@@ -17,8 +17,8 @@ from nextscale.checkpoints.load import set_dtype
 from nextscale.engine.loop import Callback
 from nextscale.engine.memory import Estimate, estimate
 from nextscale.engine.prompts import read_prompts, read_strings
-from nextscale.engine.request import Call, Output
-from nextscale.engine.rng import PerImageDraws, read_draws
+from nextscale.engine.request import Output, Request
+from nextscale.engine.rng import PerImageNoise, read_draws
 from nextscale.engine.sampling import Sampling, read_forced
 from nextscale.engine.schedule import EXTENDED, Schedule, Size, is_far
 from nextscale.engine.state import cause_of_nan
@@ -39,7 +39,7 @@ from nextscale.io.devices import Clock, as_device, as_dtype, name_of, without_au
 from nextscale.io.images import OUTPUT_TYPES, from_pil
 from nextscale.io.progress import bar
 from nextscale.methods import METHODS
-from nextscale.methods.base import Context, Method
+from nextscale.methods.base import Method, PolicyContext
 from nextscale.methods.naming import parse_method
 from nextscale.models.base import Backbone
 from nextscale.models.fp8 import check_change, check_quantize, to_fp8
@@ -269,7 +269,7 @@ class Pipeline:
         forced = read_forced(given(force_tokens, ()), schedule, prompts.images, self.backbone)
         condition = prompts.condition(self)
         clock.mark("encoded")
-        call = Call(
+        call = Request(
             self,
             prompts,
             schedule,
@@ -284,7 +284,7 @@ class Pipeline:
             clock,
         )
         # A second try must not call the user again, nor draw from the user's generator once more.
-        again = callback_on_scale_end is None and isinstance(draws, PerImageDraws)
+        again = callback_on_scale_end is None and isinstance(draws, PerImageNoise)
         output = with_enough_memory(call.make, self.executor, again, prompts.images, schedule)
         self._clock = clock
         return output
@@ -315,11 +315,11 @@ class Pipeline:
         """Scales that were captured as CUDA graphs so far."""
         return self.executor.captured
 
-    def context(self, images: int, schedule: Schedule, sampling: Sampling) -> Context:
+    def context(self, images: int, schedule: Schedule, sampling: Sampling) -> PolicyContext:
         """What a method may know of a call."""
         b = self.backbone
         bits = b.token_shape[0] if b.token_shape else None
-        return Context(images, schedule, sampling, b.depth, b.parts, bits, self.device, b.dtype, self.decode)
+        return PolicyContext(images, schedule, sampling, b.depth, b.parts, bits, self.device, b.dtype, self.decode)
 
     def encode(self, images: Image.Image | Sequence[Image.Image] | Tensor) -> list[Tensor]:
         """Pictures, or a tensor [B, 3, H, W] in [-1, 1] -> the tokens of every scale, as `force_tokens` takes them."""

@@ -21,7 +21,7 @@ import nextscale
 from nextscale.cli.ending import _OneLine, exit_code
 from nextscale.errors import NextscaleError, choices, readable
 from nextscale.io.progress import bar
-from nextscale.io.writing import require_writable, whole_file
+from nextscale.io.writing import atomic_write, require_writable
 from nextscale.testing import tiny_var
 from nextscale.version import __version__
 
@@ -213,7 +213,7 @@ def test_odd_names(command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest
 
 def test_names_that_are_in_order(tmp_path: Path) -> None:
     for name in ("x" * 251 + ".png", "ü 日本.png", "a" + "." + "j" * 200, "-.png", "a\u2014b.png"):
-        with whole_file(tmp_path / name) as file:
+        with atomic_write(tmp_path / name) as file:
             file.write(b"x")
         assert (tmp_path / name).read_bytes() == b"x"
     assert stat.S_IMODE((tmp_path / "-.png").stat().st_mode) == 0o644

@@ -144,13 +144,13 @@ def test_threads_do_not_take_the_encoder_from_each_other(monkeypatch) -> None:
     pipe, failed = offloaded(Slow()), []
     monkeypatch.setattr(Pipeline, "device", property(lambda self: torch.device("meta")))
 
-    def work() -> None:
+    def call() -> None:
         try:
             pipe.encode_prompt("a")
         except AssertionError as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

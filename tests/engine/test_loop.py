@@ -9,10 +9,10 @@ import torch
 from support.pipelines import ask, embeds, same_tokens
 
 from nextscale.cache.kv import LayerCache
-from nextscale.engine.rng import PerImageDraws
+from nextscale.engine.rng import PerImageNoise
 from nextscale.engine.schedule import INFINITY_GRIDS, PIXEL_BUDGETS, infinity_schedule
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Context, Method, Policy, ScalePlan
+from nextscale.methods.base import Method, Policy, PolicyContext, ScalePlan
 from nextscale.methods.selection import Selection
 from nextscale.models.infinity import rotary_table
 from nextscale.testing import tiny_infinity, tiny_var
@@ -49,7 +49,7 @@ def test_no_state_is_left_on_modules(any_pipe) -> None:
     assert contents() == before
 
 
-class WatchedDraws(PerImageDraws):
+class WatchedDraws(PerImageNoise):
     """Remembers the smallest distance, in log odds, at which a token won its race."""
 
     margin = torch.inf
@@ -68,7 +68,7 @@ def test_a_batch_equals_single_runs(any_pipe, monkeypatch) -> None:
         watched.append(WatchedDraws(seeds, device))
         return watched[-1]
 
-    monkeypatch.setattr("nextscale.engine.rng.PerImageDraws", make)
+    monkeypatch.setattr("nextscale.engine.rng.PerImageNoise", make)
     batch = ask(any_pipe, 3)
     for i in range(3):
         single = ask(any_pipe, 1, first=i)
@@ -103,20 +103,20 @@ class Rules(Method):
     unguided: tuple[tuple[int, int], ...] = ()  # from this scale on
     offset: int = 0  # the image that this call's first one is in the batch it is compared with
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         return RulesPolicy(context, self)
 
 
 class RulesPolicy(Policy):
-    def __init__(self, context: Context, rules: Rules) -> None:
+    def __init__(self, context: PolicyContext, rules: Rules) -> None:
         super().__init__(context)
         self.rules = rules
 
     def expected_tokens(self) -> int:
         return 0
 
-    def begin_scale(self, scale) -> ScalePlan:
-        plan = super().begin_scale(scale)
+    def plan_scale(self, scale) -> ScalePlan:
+        plan = super().plan_scale(scale)
         self.scale = scale
         r, actions = self.rules, []
         for image in range(self.context.images):
@@ -137,7 +137,7 @@ class RulesPolicy(Policy):
         n = self.scale.tokens
         return n if not self.rules.keep or self.scale.index < 3 else max(1, n * (image + self.rules.offset + 2) // 6)
 
-    def select(self, layer, group, x, stats):
+    def select(self, layer, group, x, ctx):
         if not self.rules.keep or self.scale.index < 3:
             return None
         index = torch.zeros(len(self.rows), max(self.counts), dtype=torch.long)
@@ -180,14 +180,14 @@ def test_the_same_random_numbers_with_and_without_a_method(any_pipe) -> None:
     """A scale's draws do not depend on what happened before it."""
     seen: list[dict] = []
 
-    class Noting(PerImageDraws):
+    class Noting(PerImageNoise):
         def _exponential(self, like, scale, images, stream):
             noise = super()._exponential(like, scale, images, stream)
             seen[-1].update({(scale, i): noise[row] for row, i in enumerate(images)})
             return noise
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nextscale.engine.rng.PerImageDraws", Noting)
+        patch.setattr("nextscale.engine.rng.PerImageNoise", Noting)
         for method in (None, Rules(keep=True, skip=((0, 2), (0, 5)), unguided=((0, 4),))):
             seen.append({})
             ask(any_pipe, 2, method=method)
@@ -315,7 +315,7 @@ def test_the_cache_grows_with_what_is_kept() -> None:
 
 
 def test_other_seeds_and_scales_draw_other_numbers() -> None:
-    draws = PerImageDraws([1, 2])
+    draws = PerImageNoise([1, 2])
     like = torch.empty(2, 5, 3)
     noise = draws.gumbel(like, 0, [0, 1])
     assert not torch.equal(noise[0], noise[1])
@@ -325,7 +325,7 @@ def test_other_seeds_and_scales_draw_other_numbers() -> None:
 
 def test_exponential_race_draws_from_the_distribution() -> None:
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05]).expand(1, 40000, 4)
-    counts = PerImageDraws([3]).categorical(probs, 0, [0])[0].bincount(minlength=4) / 40000
+    counts = PerImageNoise([3]).categorical(probs, 0, [0])[0].bincount(minlength=4) / 40000
     assert (counts - probs[0, 0]).abs().max() < 0.01
 
 
@@ -393,13 +393,13 @@ def test_the_lens_of_a_guided_prediction(any_pipe) -> None:
     seen: list = []
 
     class Looking(Policy):
-        def complete(self, x, stats):
-            self.lens = stats.lens(x, True), stats.lens(x, False)
-            return super().complete(x, stats)
+        def finalize(self, x, ctx):
+            self.lens = ctx.lens(x, True), ctx.lens(x, False)
+            return super().finalize(x, ctx)
 
-        def end_scale(self, x, raw, logits, stats):
-            weight = self.context.sampling.guidance[stats.scale.index]
-            conditional, unconditional = raw.chunk(2) if len(raw) > stats.rows.images else (raw, raw)
+        def on_logits(self, x, raw, logits, ctx):
+            weight = self.context.sampling.guidance[ctx.scale.index]
+            conditional, unconditional = raw.chunk(2) if len(raw) > ctx.rows.images else (raw, raw)
             expected = weight * conditional + (1 - weight) * unconditional
             seen.append((weight, self.lens, (expected, conditional)))
 

@@ -235,13 +235,13 @@ def test_estimated_cache_is_what_a_run_reserves(any_pipe, monkeypatch) -> None:
     from nextscale.runtime import eager
 
     runs = []
-    original = eager.Run
+    original = eager.GenerationState
 
     def remember(*args):
         runs.append(original(*args))
         return runs[-1]
 
-    monkeypatch.setattr(eager, "Run", remember)
+    monkeypatch.setattr(eager, "GenerationState", remember)
     pipe, reserved = any_pipe, []
     options = {"pixel_budget": pipe.spec.pixel_budget} if pipe.spec.pixel_budget else {}
     ask(pipe, 2, callback_on_scale_end=lambda e: reserved.append(sum(c.nbytes for c in runs[0].kv)), **options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nextscale.engine.guidance import combine, combine_inside, ramp
-from nextscale.engine.rng import PerImageDraws
+from nextscale.engine.rng import PerImageNoise
 from nextscale.engine.sampling import FEW, Sampling, keep_told_top, keep_top
 from nextscale.engine.schedule import INFINITY_GRIDS, Schedule, infinity_schedule, infinity_schedule_for_size
 from nextscale.tokenizers.vq import _PHI_OF_SCALE, phi_of_scale
@@ -150,7 +150,7 @@ def test_a_short_list_of_top_k_goes_on_with_its_last() -> None:
 
 def test_tokens_and_gumbel_noise_are_drawn_apart() -> None:
     """Else a smoothed code would follow the token that the same numbers chose."""
-    draws, like = PerImageDraws([5]), torch.empty(1, 200, 16)
+    draws, like = PerImageNoise([5]), torch.empty(1, 200, 16)
     race, gumbel = draws.race(like, 3, [0]), draws.gumbel(like, 3, [0])
     together = torch.stack((-race.log().flatten(), gumbel.flatten()))
     assert abs(torch.corrcoef(together)[0, 1]) < 0.1

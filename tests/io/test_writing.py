@@ -19,7 +19,7 @@ import nextscale
 from nextscale.errors import NextscaleError
 from nextscale.io import writing
 from nextscale.io.locking import LOCK, locked, require_unlocked
-from nextscale.io.writing import UNFINISHED, as_json, remove_unfinished, require_folder, require_writable, whole_file
+from nextscale.io.writing import UNFINISHED, as_json, atomic_write, remove_unfinished, require_folder, require_writable
 
 BUSY = r"another process \(\d+ on .*\) is at work in .*; let it finish, or choose another --out"
 
@@ -112,7 +112,7 @@ def test_what_killed_processes_left_goes_and_what_living_ones_write_stays(tmp_pa
 
 def test_long_names_can_be_written(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 250 + ".json")
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(b"1")
     assert path.read_bytes() == b"1"
 
@@ -134,7 +134,7 @@ def test_places_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest
     }.items():
         with pytest.raises(NextscaleError, match=words):
             require_writable(tmp_path / name)
-        with pytest.raises(NextscaleError, match=words), whole_file(tmp_path / name):
+        with pytest.raises(NextscaleError, match=words), atomic_write(tmp_path / name):
             pass
     for name, words in {
         "file": "Not a directory",
@@ -162,7 +162,7 @@ def test_a_file_may_be_read_by_others(tmp_path: Path) -> None:
     """Scratch files are private; what they become is not."""
     before = os.umask(0o077)
     try:
-        with whole_file(tmp_path / "a.txt") as file:
+        with atomic_write(tmp_path / "a.txt") as file:
             file.write(b"x")
             (scratch,) = tmp_path.iterdir()
             assert scratch.name != "a.txt"
@@ -175,7 +175,7 @@ def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("old")
 
     def write() -> None:
-        with whole_file(tmp_path / "a.txt") as file:
+        with atomic_write(tmp_path / "a.txt") as file:
             file.write(b"new")
             raise KeyboardInterrupt
 

@@ -110,18 +110,18 @@ def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, 
             grown += held.provide(cells, end, rows, lambda: int(held.taken[-1]))
         for layer, cache in enumerate(caches):
             complete = isinstance(counts[layer], int)
-            of_rows = [cells] * rows if complete else counts[layer]
+            gather_rows = [cells] * rows if complete else counts[layer]
             if complete:
                 cells = counts[layer]
                 chosen, which = None, [list(range(cells))] * rows
                 qkv = some(rows, cells, 3, HEADS, WIDTH)
                 mine = list(plain(qkv))
-                of_rows = [cells] * rows
+                gather_rows = [cells] * rows
             else:
-                chosen, which = some_tokens(CELLS, of_rows)
+                chosen, which = some_tokens(CELLS, gather_rows)
                 qkv = some(1, len(chosen.cell), 3, HEADS, WIDTH)
-                qkv[:, sum(of_rows) :] = math.nan
-                mine = np.split(plain(qkv)[0, : sum(of_rows)], np.cumsum(of_rows)[:-1])
+                qkv[:, sum(gather_rows) :] = math.nan
+                mine = np.split(plain(qkv)[0, : sum(gather_rows)], np.cumsum(gather_rows)[:-1])
             positions = None
             if turn != "still":
                 angle = torch.randn(1, CELLS if chosen is not None else cells, WIDTH // (2 if turn == "pairs" else 1))
@@ -130,7 +130,7 @@ def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, 
             seen, spread = cache.look(attn, qkv, positions, chosen, rows)
             assert spread is not None
             first = 0
-            for row, new in enumerate(of_rows):
+            for row, new in enumerate(gather_rows):
                 q, k, v = mine[row].transpose(1, 2, 0, 3)
                 at = None if positions is None else plain(positions)[0][which[row]]
                 old, now = kept[layer][row], (turned(k, None, at, turn), v)
@@ -145,7 +145,7 @@ def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, 
                     close(spread[row, :new], right[0], 1e-4)
                 first += new
             if counts is not ending:
-                taken += sum(-(-(a + n) // SIZE) - -(-a // SIZE) for a, n in zip(before, of_rows, strict=True))
+                taken += sum(-(-(a + n) // SIZE) - -(-a // SIZE) for a, n in zip(before, gather_rows, strict=True))
                 assert int(held.taken[layer]) == taken
         count_lengths(caches)
         for layer, row in itertools.product(range(layers), range(rows)):
@@ -157,11 +157,11 @@ def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, 
         ]
         assert sorted(in_use) == sorted(held.free[:taken].tolist()), "each is somebody's, and one's only"
     assert bool(grown) == grows
-    for cache, of_rows in zip(caches, kept, strict=True):
+    for cache, gather_rows in zip(caches, kept, strict=True):
         cache.tail = None
         if not ending:
             plain_one = cache.copied()
-            for row, both in enumerate(of_rows):
+            for row, both in enumerate(gather_rows):
                 n = both[0].shape[1]
                 assert int(plain_one.lengths[row]) == n
                 for found, exact in zip((plain_one.k, plain_one.v), both, strict=True):
@@ -221,15 +221,15 @@ def test_pages_show_what_keys_side_by_side_show(
     tickets = torch.zeros(48, dtype=torch.int32)
     monkeypatch.setattr(varlen_attention_kernels, "tickets", lambda _: tickets)
     chosen = None if counts is None else some_tokens(CELLS, counts)[0]
-    of_rows = counts or [new] * 3
+    gather_rows = counts or [new] * 3
     q = some(3, HEADS, new, WIDTH) if chosen is None else some(1, HEADS, 3 * CELLS, WIDTH)
     k, v = some(3, HEADS, 96, WIDTH), some(3, HEADS, 96, WIDTH)
     tail = (some(3, HEADS, CELLS, WIDTH), some(3, HEADS, CELLS, WIDTH)) if apart else None
-    visible = length if apart else [a + b for a, b in zip(length, of_rows, strict=True)]
+    visible = length if apart else [a + b for a, b in zip(length, gather_rows, strict=True)]
     paged_k, paged_v, table = in_pages(k, v, visible)
     tuned = {**TUNED, "SHARES": shares} if chosen is None else {**TUNED, "FEW": 8, "SOME": 8 if shares > 1 else 999}
     tuned |= {} if chosen is None or shares > 2 else {"FEW": 999} if shares == 1 else {}
-    more = None if counts else whole(*of_rows)
+    more = None if counts else whole(*gather_rows)
     options = {"chosen": chosen, "grown": chosen is not None, "reads": Reads(dtype, 4.0)}
     results = [
         fused(q, k, v, 0.3, whole(*length), more, entropy, tail, **options, **tuned),
@@ -239,7 +239,7 @@ def test_pages_show_what_keys_side_by_side_show(
         results.append(
             fused(q, paged_k, paged_v, 0.3, whole(*length), new, entropy, tail, **options, pages=table, **tuned)
         )
-    real = slice(None) if chosen is None else slice(sum(of_rows))
+    real = slice(None) if chosen is None else slice(sum(gather_rows))
     for seen, spread in results[1:]:
         assert torch.equal(seen[:, :, real].float(), results[0][0][:, :, real].float())
         assert (spread is not None) == entropy
@@ -301,9 +301,9 @@ def test_scales_that_are_not_captured_leave_the_pages(with_pages, index: int, mo
     other.executor = graphs = EmulatedGraphs()
     capture, method = graphs.capture, CAPTURED["nova, early"]
 
-    def waits(program, work, task, kv):
-        captured = capture(program, work, task, kv)
-        if task.scale.index == index:
+    def waits(program, call, batch, kv):
+        captured = capture(program, call, batch, kv)
+        if batch.scale.index == index:
             raise Waiting("waits")
         return captured
 

@@ -180,7 +180,7 @@ def test_sum_and_norm_of_packed_tokens(on, kind: str, delta: str, gated: bool, c
     chosen, kept = some_tokens(cells, counts, room)
     tokens, row = len(chosen.cell), [row for row, n in enumerate(counts) for _ in range(n)]
 
-    def of_rows(vector: Tensor) -> Array:
+    def gather_rows(vector: Tensor) -> Array:
         return plain(vector)[row, 0][None] if vector.ndim == 3 else plain(vector)
 
     for take in (True, False):
@@ -192,12 +192,12 @@ def test_sum_and_norm_of_packed_tokens(on, kind: str, delta: str, gated: bool, c
         out, normed = residual_norm_kernels.fused_sum_and_norm(*given, norm, Reads(torch.float32))
         assert out.shape == normed.shape == (1, tokens, channels)
         added = summed(waiting, None)
-        added = added if waiting is None else added[:, :total] * (1 if gate is None else of_rows(gate))
+        added = added if waiting is None else added[:, :total] * (1 if gate is None else gather_rows(gate))
         exact = before + added
         close(first(out, total), exact)
         y = layer_norm(exact, norm.eps, norm.rms)
-        y = y if norm.factor is None else y * (of_rows(norm.factor) + per_row)
-        close(first(normed, total), y if norm.term is None else y + of_rows(norm.term), 5e-5)
+        y = y if norm.factor is None else y * (gather_rows(norm.factor) + per_row)
+        close(first(normed, total), y if norm.term is None else y + gather_rows(norm.term), 5e-5)
         if total:
             _, small = residual_norm_kernels.fused_sum_and_norm(*given, Norm(0.05), Reads(FORMAT, 200.0))
             eight_bits(first(small, total), layer_norm(exact, 0.05) * 200)

@@ -37,9 +37,9 @@ from nextscale.kernels.kv_store import split_and_store, stores
 from nextscale.kernels.linear_fp32 import linear_exact
 from nextscale.kernels.linear_gelu import linear_gelu
 from nextscale.kernels.linear_small import linear_for_sum
-from nextscale.kernels.logit_lens import BitHead, Filled, Lens, Look, fused_lens, looks
-from nextscale.kernels.pinned_copy import carry
-from nextscale.kernels.residual_norm import Norm, fuses, of_rows
+from nextscale.kernels.logit_lens import BitHead, Filled, LogitLens, Look, fused_lens, looks
+from nextscale.kernels.pinned_copy import copy_pinned
+from nextscale.kernels.residual_norm import Norm, fuses, gather_rows
 from nextscale.kernels.restore import fused_put, fused_record, fused_restore
 from nextscale.kernels.split_k import Parts
 from nextscale.methods.nova.layer_linkage import MOST, Linkage
@@ -266,10 +266,10 @@ def test_attention_in_front_of_8_bits(queries: int, keys: int, entropy: bool) ->
 def test_numbers_between_host_and_device(device: str, count: int) -> None:
     here = torch.rand(count, dtype=torch.float64, pin_memory=True)
     there = torch.zeros(count, dtype=torch.float64, device=device)
-    carry(there, here)
+    copy_pinned(there, here)
     assert torch.equal(there.cpu(), here)
     back = torch.zeros(count, dtype=torch.float64, pin_memory=True)
-    carry(back, there * 2)
+    copy_pinned(back, there * 2)
     torch.cuda.synchronize()
     assert torch.equal(back, here * 2)
 
@@ -579,7 +579,7 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
             stream = Stream(packed)
             if waiting is not None:
                 missing = waiting.total() if isinstance(waiting, Parts) else waiting
-                less = packed - of_rows(gate, there) * missing
+                less = packed - gather_rows(gate, there) * missing
                 stream = Stream(less)
                 stream.add(waiting, gate)
             found = fused_restore(x.to(device), cached.to(device), grids, mode, there, stream, added)
@@ -626,7 +626,7 @@ def test_the_lens_follows_holes_that_are_filled(device: str, mode: str, grids) -
     head = BitHead.of(nn.Linear(channels, 2 * bits).to(device), *torch.randn(2, 2, channels, device=device), 1e-6)
     x = torch.randn(4, cells, channels, device=device) * 3 + 1
     exact_head = BitHead(head.factor.double(), head.total.double(), head.term.double(), head.eps)
-    lens, exact = Lens(2, lambda: head), x.double()
+    lens, exact = LogitLens(2, lambda: head), x.double()
     for layer in range(4):
         z = exact_head.logits(exact[:2])
         entropy = token_entropy(torch.stack((torch.zeros_like(z), z), dim=-1))
@@ -651,7 +651,7 @@ def test_the_lens_follows_holes_that_are_filled(device: str, mode: str, grids) -
 
 @torch.no_grad()
 def test_the_lens_trusts_only_what_it_saw() -> None:
-    lens, x = Lens(1, lambda: None), torch.zeros(2, 3, 4)
+    lens, x = LogitLens(1, lambda: None), torch.zeros(2, 3, 4)
     chosen = Packed.of_mask(torch.ones(2, 3, dtype=torch.bool))
     assert lens.moments(x, chosen) is None  # nothing was looked at
     lens.look = Look(torch.zeros(1, 3), torch.zeros(1, 3, 16), torch.zeros(1, 3, 2))

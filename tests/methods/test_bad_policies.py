@@ -32,14 +32,14 @@ class Own(Method):
 
 
 class OwnPolicy(Policy):
-    def select(self, layer, group, x, stats):
-        return super().select(layer, group, x, stats)
+    def select(self, layer, group, x, ctx):
+        return super().select(layer, group, x, ctx)
 
 
 def chosen(index=None, count=None, dtype=torch.long):
     """A Selection that is fine but for what is given."""
 
-    def select(policy, layer, group, x, stats):
+    def select(policy, layer, group, x, ctx):
         usual = torch.zeros(len(x), 1, dtype=dtype)
         rows = torch.ones(len(x), dtype=dtype)
         return Selection(usual if index is None else index(x), rows if count is None else count(x))
@@ -52,7 +52,7 @@ def planned(**more):
 
 
 def completed(weight):
-    return lambda policy, x, stats: (x, weight(x, stats))
+    return lambda policy, x, ctx: (x, weight(x, ctx))
 
 
 NONSENSE = [
@@ -72,8 +72,8 @@ NONSENSE = [
     ("begin_scale", planned(groups=5)),
     ("begin_scale", planned(needs={"magic"})),
     ("begin_scale", planned(needs="attention_entropy")),
-    ("begin_scale", planned(looks=None)),
-    ("begin_scale", planned(looks="no")),
+    ("begin_scale", planned(needs_hidden=None)),
+    ("begin_scale", planned(needs_hidden="no")),
     ("begin_scale", planned(variant=[])),
     *(("expected_tokens", lambda policy, v=v: v) for v in (None, -1, 1.5, "x", 10**12)),
     *(("select", lambda *a, v=v: v) for v in (5, "all", (), torch.zeros(2, 1).long(), object())),
@@ -91,15 +91,15 @@ NONSENSE = [
     ("select", chosen(count=lambda x: torch.full((len(x),), -1))),
     ("select", chosen(count=lambda x: 1)),
     *(("fill", lambda *a, v=v: v) for v in (None, 5, "x", torch.zeros(1), torch.zeros(2, 1, 32))),
-    ("fill", lambda policy, layer, group, x, chosen, y, stats: x.double()),
-    ("fill", lambda policy, layer, group, x, chosen, y, stats: x[:, :, :1]),
-    ("fill", lambda policy, layer, group, x, chosen, y, stats: x.to("meta")),
+    ("fill", lambda policy, layer, group, x, chosen, y, ctx: x.double()),
+    ("fill", lambda policy, layer, group, x, chosen, y, ctx: x[:, :, :1]),
+    ("fill", lambda policy, layer, group, x, chosen, y, ctx: x.to("meta")),
     *(("complete", lambda *a, v=v: v) for v in (None, 5, (1,), (1, 2), (None, None), "xy")),
-    ("complete", lambda policy, x, stats: x),
-    ("complete", lambda policy, x, stats: (x[:1], None)),
-    ("complete", completed(lambda x, stats: 1.0)),
-    ("complete", completed(lambda x, stats: torch.ones(3))),
-    ("complete", completed(lambda x, stats: torch.full((1, x.shape[1]), torch.nan))),
+    ("complete", lambda policy, x, ctx: x),
+    ("complete", lambda policy, x, ctx: (x[:1], None)),
+    ("complete", completed(lambda x, ctx: 1.0)),
+    ("complete", completed(lambda x, ctx: torch.ones(3))),
+    ("complete", completed(lambda x, ctx: torch.full((1, x.shape[1]), torch.nan))),
     *(("report", lambda *a, v=v: v) for v in (None, 5, {"a": 1.0}, {1: torch.zeros(1)}, [torch.zeros(1)])),
 ]
 
@@ -124,16 +124,16 @@ def test_nonsense_of_a_part_is_named(var) -> None:
 
 
 def test_nan_of_a_policy(var) -> None:
-    def fill(policy, layer, group, x, chosen, y, stats):
+    def restore(policy, layer, group, x, chosen, y, ctx):
         return y * torch.nan
 
     with pytest.raises(NextscaleError, match=r"logits of scale 1 are not finite: .* or own made such values$"):
-        var(1, method=Own("fill", fill))
+        var(1, method=Own("fill", restore))
 
 
 def test_text_in_front_is_checked_too(hart) -> None:
     with pytest.raises(NextscaleError, match="own: fill must return"):
-        ask(hart, method=Own("fill", lambda policy, layer, group, x, chosen, y, stats: y[:, :0]))
+        ask(hart, method=Own("fill", lambda policy, layer, group, x, chosen, y, ctx: y[:, :0]))
     with pytest.raises(NextscaleError, match="own: select returned a Selection whose index goes from 7 to 7"):
         ask(hart, method=Own("select", chosen(index=lambda x: torch.full((len(x), 1), 7))))
 

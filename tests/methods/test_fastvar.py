@@ -14,7 +14,7 @@ from nextscale.checkpoints.pretrained import official_part
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule, infinity_schedule
 from nextscale.engine.state import Rows
-from nextscale.methods.base import Context, Stats
+from nextscale.methods.base import PolicyContext, ScaleContext
 from nextscale.methods.fastvar import FastVARPolicy
 from nextscale.methods.selection import Selection
 from nextscale.models.registry import Defaults, ModelSpec
@@ -26,20 +26,20 @@ CASE = DATA / "fastvar"
 
 def policy_for(schedule: Schedule, method: FastVAR, depth: int = 32) -> FastVARPolicy:
     sampling = Sampling.make(len(schedule), guidance=(3.0,) * len(schedule))
-    return FastVARPolicy(Context(1, schedule, sampling, depth, ("self", "cross", "ffn")), method)
+    return FastVARPolicy(PolicyContext(1, schedule, sampling, depth, ("self", "cross", "ffn")), method)
 
 
 def kept(policy: FastVARPolicy, k: int, layer: int) -> int | None:
     scale = list(policy.context.schedule)[k]
-    stats = Stats(scale, Rows((0,), (0,)), lambda *a: torch.zeros(1))
-    chosen = policy.select(layer, ("self",), torch.randn(2, scale.tokens, 4), stats)
+    ctx = ScaleContext(scale, Rows((0,), (0,)), lambda *a: torch.zeros(1))
+    chosen = policy.select(layer, ("self",), torch.randn(2, scale.tokens, 4), ctx)
     return None if chosen is None else int(chosen.count[0])
 
 
 def test_constants_for_infinity() -> None:
     policy = policy_for(infinity_schedule(1.0, "1M"), FastVAR.preset("infinity"))
     assert FastVAR.preset("infinity") == FastVAR()
-    actions = [policy.begin_scale(s).actions[0] for s in policy.context.schedule]
+    actions = [policy.plan_scale(s).actions[0] for s in policy.context.schedule]
     assert actions == ["run"] * 11 + ["skip"] * 2
     assert (kept(policy, 9, 10), kept(policy, 10, 10), kept(policy, 8, 10)) == (615, 800, None)
     assert [layer for layer in range(32) if kept(policy, 9, layer)] == list(range(3, 28))
@@ -49,7 +49,7 @@ def test_constants_for_infinity() -> None:
 def test_constants_for_hart() -> None:
     sides = (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)
     policy = policy_for(Schedule.squares(sides), FastVAR.preset("hart"), depth=24)
-    assert all(policy.begin_scale(s).actions == ("run",) for s in policy.context.schedule)
+    assert all(policy.plan_scale(s).actions == ("run",) for s in policy.context.schedule)
     assert (kept(policy, 12, 0), kept(policy, 13, 23), kept(policy, 11, 0)) == (1152, 1024, None)
     assert policy.first == 12
 
@@ -66,13 +66,13 @@ def test_tokens_far_from_the_mean_stay_and_the_rest_gets_the_cached_increment() 
     cached, pruned = scales[8], scales[9]
     x = torch.zeros(1, cached.tokens, 2)
     increment = torch.arange(cached.tokens).float()[None, :, None].expand(1, -1, 2)
-    policy.fill(3, ("ffn",), x, None, x + increment, Stats(cached, rows, lambda *a: x))
+    policy.restore(3, ("ffn",), x, None, x + increment, ScaleContext(cached, rows, lambda *a: x))
     x = torch.zeros(1, pruned.tokens, 2)
     x[:, ::2] = 5.0
-    stats = Stats(pruned, rows, lambda *a: x)
-    chosen = policy.select(3, ("ffn",), x, stats)
+    ctx = ScaleContext(pruned, rows, lambda *a: x)
+    chosen = policy.select(3, ("ffn",), x, ctx)
     assert isinstance(chosen, Selection)
-    out = policy.fill(3, ("ffn",), x, chosen, torch.full((1, int(chosen.count), 2), -1.0), stats)
+    out = policy.restore(3, ("ffn",), x, chosen, torch.full((1, int(chosen.count), 2), -1.0), ctx)
     area = torch.nn.functional.interpolate(increment.transpose(1, 2).view(1, 2, 24, 24), size=(32, 32), mode="area")
     filled = x + area.flatten(2).transpose(1, 2)
     mask = chosen.mask(pruned.tokens)[0]

@@ -107,8 +107,8 @@ def assert_equal_but_for_ties(pipe, image: int, tokens: list[torch.Tensor], **op
     scores: dict[tuple[int, int], torch.Tensor] = {}  # NOVA's, by scale and layer
     rank = NOVAPolicy._score
 
-    def noted(self, layer, entropy, stats):
-        found = scores[stats.scale.index + 1, layer + 1] = rank(self, layer, entropy, stats)
+    def noted(self, layer, entropy, ctx):
+        found = scores[ctx.scale.index + 1, layer + 1] = rank(self, layer, entropy, ctx)
         return found
 
     batch = ask(pipe, 3, force_tokens=tokens, callback_on_scale_end=ends[0].append, **options)
@@ -136,7 +136,7 @@ def test_4_the_same_random_numbers_with_and_without(model, method, monkeypatch) 
     pipe, size = model
     drawn: list[dict] = []
 
-    class Noting(rng.PerImageDraws):
+    class Noting(rng.PerImageNoise):
         def _exponential(self, like, scale, images, stream):
             noise = super()._exponential(like, scale, images, stream)
             drawn[-1].update({(scale, image): noise[row] for row, image in enumerate(images)})
@@ -166,7 +166,7 @@ def test_images_of_the_matrix_stop_at_different_scales(model) -> None:
 def test_5_the_trace_adds_up(model, method, monkeypatch) -> None:
     pipe, size = model
     runs, lengths = [], {}
-    original = eager.Run
+    original = eager.GenerationState
 
     def remember(*args):
         runs.append(original(*args))
@@ -177,7 +177,7 @@ def test_5_the_trace_adds_up(model, method, monkeypatch) -> None:
             conditional = row < runs[0].rows.images
             lengths[image, conditional] = [int(cache.lengths[row]) for cache in runs[0].kv]
 
-    monkeypatch.setattr(eager, "Run", remember)
+    monkeypatch.setattr(eager, "GenerationState", remember)
     out = ask(pipe, 2, method=method, callback_on_scale_end=look, **size)
     data = out.trace.to_dict()
     schema = json.loads(package_files("nextscale").joinpath("trace.schema.json").read_text())

@@ -11,7 +11,7 @@ from support.pipelines import ask
 from nextscale import NOVA
 from nextscale.engine.entropy import attention_entropy, token_entropy
 from nextscale.engine.state import Rows
-from nextscale.methods.base import Stats
+from nextscale.methods.base import ScaleContext
 from nextscale.methods.nova.growth import Growth
 from nextscale.methods.nova.layer_linkage import Linkage
 from nextscale.methods.nova.policy import NOVAPolicy
@@ -116,42 +116,42 @@ def test_the_most_certain_tokens_are_dropped(infinity) -> None:
     assert first_probe[kept].min() >= first_probe[~kept].max()
 
 
-def policy_for(n: int, **fields) -> tuple[NOVAPolicy, Stats]:
+def policy_for(n: int, **fields) -> tuple[NOVAPolicy, ScaleContext]:
     from nextscale.engine.sampling import Sampling
     from nextscale.engine.schedule import Schedule
-    from nextscale.methods.base import Context
+    from nextscale.methods.base import PolicyContext
 
     schedule = Schedule.squares((1, 2, 3, 4, 6, 8, 10))
     sampling = Sampling.make(len(schedule), guidance=(1.0,) * len(schedule))
-    policy = NOVAPolicy(Context(1, schedule, sampling, 1, ("self", "ffn")), NOVA(t_est=2, **fields))
-    stats = Stats(list(schedule)[n], Rows((0,), ()), lambda *a: torch.zeros(1))
-    return policy, stats
+    policy = NOVAPolicy(PolicyContext(1, schedule, sampling, 1, ("self", "ffn")), NOVA(t_est=2, **fields))
+    ctx = ScaleContext(list(schedule)[n], Rows((0,), ()), lambda *a: torch.zeros(1))
+    return policy, ctx
 
 
 @pytest.mark.parametrize("mode", ["nearest", "area", "bilinear", "bicubic"])
 def test_a_constant_layer_is_restored_exactly(mode: str) -> None:
-    policy, complete = policy_for(4, restore_mode=mode)
+    policy, finalize = policy_for(4, restore_mode=mode)
     x = torch.randint(-8, 8, (1, 36, 5)).float()
-    policy.fill(0, ("self", "ffn"), x, None, x + 0.25, complete)
-    reduced = Stats(list(policy.context.schedule)[5], complete.rows, complete.lens)
+    policy.restore(0, ("self", "ffn"), x, None, x + 0.25, finalize)
+    reduced = ScaleContext(list(policy.context.schedule)[5], finalize.rows, finalize.lens)
     x = torch.randint(-8, 8, (1, 64, 5)).float()
     chosen = Selection(torch.tensor([[3, 7, 8]]), torch.tensor([3]))
-    out = policy.fill(0, ("self", "ffn"), x, chosen, x[:, [3, 7, 8]] + 0.25, reduced)
+    out = policy.restore(0, ("self", "ffn"), x, chosen, x[:, [3, 7, 8]] + 0.25, reduced)
     assert torch.equal(out, x + 0.25)
     # The cache has aged by one scale and still says the same.
     assert torch.equal(
-        policy.memory["added", 0, ("self", "ffn")].read(complete.rows, (8, 8), mode), torch.full((1, 64, 5), 0.25)
+        policy.memory["added", 0, ("self", "ffn")].read(finalize.rows, (8, 8), mode), torch.full((1, 64, 5), 0.25)
     )
 
 
 def test_what_fills_the_holes() -> None:
     for cache, expected in (("residual", 3 + 2.0), ("feature", 9.0), ("zero", 3.0)):
-        policy, complete = policy_for(4, cache=cache)
-        policy.fill(0, ("self",), torch.full((1, 36, 1), 7.0), None, torch.full((1, 36, 1), 9.0), complete)
-        reduced = Stats(list(policy.context.schedule)[5], complete.rows, complete.lens)
+        policy, finalize = policy_for(4, cache=cache)
+        policy.restore(0, ("self",), torch.full((1, 36, 1), 7.0), None, torch.full((1, 36, 1), 9.0), finalize)
+        reduced = ScaleContext(list(policy.context.schedule)[5], finalize.rows, finalize.lens)
         x = torch.full((1, 64, 1), 3.0)
         chosen = Selection(torch.tensor([[5]]), torch.tensor([1]))
-        out = policy.fill(0, ("self",), x, chosen, torch.tensor([[[100.0]]]), reduced)
+        out = policy.restore(0, ("self",), x, chosen, torch.tensor([[[100.0]]]), reduced)
         assert out[0, 5] == 100
         assert out[0, 6] == expected, cache
 
@@ -241,19 +241,19 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
     what its layers changed."""
     looked = dict.fromkeys(("whole", "filled", "recorded"), 0)
 
-    def restore(x, cached, grids, mode, chosen, stream, added=None, moments=None):
+    def restore(x, cached, grids, mode, chosen, stream, on_features=None, moments=None):
         before = resize_tokens(cached.float(), *grids, mode)
         filled = scatter(x + before, chosen, chosen.padded(stream.sum))
-        if added is not None:
-            added.copy_(filled - x)
+        if on_features is not None:
+            on_features.copy_(filled - x)
         if moments is not None:
             few = filled[: len(moments)]
             moments.copy_(torch.stack((few.mean(-1), few.var(-1, unbiased=False)), dim=-1))
         return x.copy_(filled)
 
-    def record(x, stream, added):
+    def record(x, stream, on_features):
         looked["recorded"] += 1
-        added.copy_(stream.sum - x)
+        on_features.copy_(stream.sum - x)
         return x.copy_(stream.sum)
 
     def put(x, chosen, stream, moments=None):
@@ -293,7 +293,7 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
             patch.setattr("nextscale.methods.restore.puts", lambda x: True)
             patch.setattr("nextscale.methods.restore.fused_record", record)
             patch.setattr("nextscale.methods.restore.fused_restore", restore)
-            patch.setattr("nextscale.runtime.eager.looks", lambda x: True)
+            patch.setattr("nextscale.runtime.eager.needs_hidden", lambda x: True)
             patch.setattr("nextscale.kernels.logit_lens.fused_lens", whole)
             patch.setattr("nextscale.kernels.logit_lens.fused_lens_of_filled", filled)
             patch.setattr("nextscale.runtime.eager.takes_packed", lambda backbone: True)

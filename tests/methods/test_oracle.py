@@ -39,9 +39,9 @@ def check_cells(out, run, image: int, t: int, layer: int, cells: np.ndarray) -> 
 
 def check_holes(run, t: int, layer: int, cells: np.ndarray, image: int, cache: str, mode: str) -> None:
     key = next(k for k in run.scales[t].inputs if k[0] == layer)
-    fill = restored(run, t, key, cache, mode)
-    for row in range(image, len(fill), run.images):
-        off = np.abs(run.scales[t].outputs[key][row] - fill[row]).max(-1)
+    restore = restored(run, t, key, cache, mode)
+    for row in range(image, len(restore), run.images):
+        off = np.abs(run.scales[t].outputs[key][row] - restore[row]).max(-1)
         assert (off[~cells] < 1e-4).all()
         assert (off[cells] > 1e-3).all(), "a computed cell is not what the cache would have said"
 

@@ -209,7 +209,7 @@ def test_a_stream_of_padded_tokens() -> None:
 @some_rows
 @torch.no_grad()
 def test_holes_of_packed_tokens_stay_as_they_are(kept: list[list[int]]) -> None:
-    """Without kernels, `fill` is given padded tokens."""
+    """Without kernels, `restore` is given padded tokens."""
     x, delta, gate = (
         torch.randn(len(kept), CELLS, 4),
         torch.randn(1, len(kept) * CELLS, 4),
@@ -218,7 +218,7 @@ def test_holes_of_packed_tokens_stay_as_they_are(kept: list[list[int]]) -> None:
     chosen = chosen_from(kept)
     stream = Stream(x, chosen)
     stream.add(delta, gate)
-    filled = Policy.fill_stream(Policy.__new__(Policy), 0, ("self",), x, chosen, stream, None)  # type: ignore[arg-type]
+    filled = Policy.restore_residual(Policy.__new__(Policy), 0, ("self",), x, chosen, stream, None)  # type: ignore[arg-type]
     deltas = rows_of(delta, kept)
     for row, cells in enumerate(kept):
         expected = x[row].clone()
@@ -262,7 +262,7 @@ class FirstCells(Method):
 
 
 class FirstCellsPolicy(Policy):
-    def select(self, layer, group, x, stats):
+    def select(self, layer, group, x, ctx):
         rows, tokens = x.shape[:2]
         count = torch.tensor([max(tokens // (1 + (row + layer) % 3), 1) for row in range(rows)])
         return Selection(torch.arange(tokens).expand(rows, -1).contiguous(), count)

@@ -9,7 +9,7 @@ from nextscale import NOVA, FastVAR, SparseVAR, ToProVAR
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule
 from nextscale.engine.state import Rows
-from nextscale.methods.base import Context, Stats
+from nextscale.methods.base import PolicyContext, ScaleContext
 from nextscale.methods.selection import Selection
 
 SIDES = (1, 2, 3, 4, 8)
@@ -24,7 +24,7 @@ class Hand:
     def __init__(self, method, layers: int = 1) -> None:
         schedule, self.layers = Schedule.squares(SIDES), layers
         sampling = Sampling.make(len(schedule), guidance=(1.0,) * len(schedule))
-        self.policy = method.start(Context(1, schedule, sampling, layers, GROUP))
+        self.policy = method.start(PolicyContext(1, schedule, sampling, layers, GROUP))
         self.scales = list(schedule)
 
     def run(self, t: int, x=None, doubt=None, attention=None, change=None) -> list[torch.Tensor]:
@@ -39,24 +39,24 @@ class Hand:
 
         layer = 0
         # Two codes: equal logits are the greatest doubt.
-        stats = Stats(scale, Rows((0,), ()), lambda *a: self._logits(of(doubt, layer)))
-        self.policy.begin_scale(scale)
+        ctx = ScaleContext(scale, Rows((0,), ()), lambda *a: self._logits(of(doubt, layer)))
+        self.policy.plan_scale(scale)
         x = torch.zeros(1, n, 3) if x is None else x.float().reshape(1, n, 1).expand(-1, -1, 3)
         for layer in range(self.layers):
-            chosen = self.policy.select(layer, GROUP, x, stats)
+            chosen = self.policy.select(layer, GROUP, x, ctx)
             mask = torch.ones(1, n, dtype=torch.bool) if chosen is None else chosen.mask(n)
             taken = x if chosen is None else chosen.of(x)
-            added, seen = of(change, layer)[..., None], of(attention, layer)[..., None]
-            stats.chosen.append(dict.fromkeys(GROUP, chosen))
-            stats.attention_entropy.append((seen if chosen is None else chosen.of(seen))[..., 0])
-            x = self.policy.fill(
-                layer, GROUP, x, chosen, taken + (added if chosen is None else chosen.of(added)), stats
+            on_features, seen = of(change, layer)[..., None], of(attention, layer)[..., None]
+            ctx.chosen.append(dict.fromkeys(GROUP, chosen))
+            ctx.attention_entropy.append((seen if chosen is None else chosen.of(seen))[..., 0])
+            x = self.policy.restore(
+                layer, GROUP, x, chosen, taken + (on_features if chosen is None else chosen.of(on_features)), ctx
             )
             found.append(mask.reshape(scale.grid))
         raw = self._logits(of(doubt, 0))
-        self.policy.complete(x, stats)
-        self.policy.end_scale(x, raw, raw, stats)
-        self.policy.reported(stats, self.policy.report(stats))
+        self.policy.finalize(x, ctx)
+        self.policy.on_logits(x, raw, raw, ctx)
+        self.policy.on_report(ctx, self.policy.report(ctx))
         return found
 
     def _logits(self, doubt: torch.Tensor) -> torch.Tensor:

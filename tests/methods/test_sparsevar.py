@@ -58,8 +58,8 @@ def test_copies_and_cells_that_add_nothing(infinity) -> None:
             method=SparseVAR(start_scale=1.0, tau=1.0, anchor=4, similarity=similarity),
             callback_on_scale_end=lambda e: features.append(e.features),
         )
-        added = (features[-1] - features[-2])[0].abs().sum(0)
-        return added > 0, out.trace.kept(0, 7, 1)
+        on_features = (features[-1] - features[-2])[0].abs().sum(0)
+        return on_features > 0, out.trace.kept(0, 7, 1)
 
     changed, kept = last_map(-1.0)
     assert changed.all()

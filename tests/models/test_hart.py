@@ -12,7 +12,7 @@ from support import files
 from support.pipelines import ask, embeds
 
 from nextscale import NOVA, FastVAR, NextscaleError, Pipeline, SparseVAR, Truncate
-from nextscale.engine.rng import PerImageDraws
+from nextscale.engine.rng import PerImageNoise
 from nextscale.models.residual_diffusion import ancestral_steps
 from nextscale.research.verify import verify
 from nextscale.testing import tiny_hart
@@ -121,7 +121,7 @@ def test_padding_on_the_left(hart: Pipeline) -> None:
 
 
 def test_every_step_of_the_residual_has_noise_of_its_own() -> None:
-    draws, like = PerImageDraws([1]), torch.empty(1, 4, 3)
+    draws, like = PerImageNoise([1]), torch.empty(1, 4, 3)
     start, first, second = (draws.normal(like, 7, [0], name) for name in ("start", "step 0", "step 1"))
     assert not torch.equal(start, first)
     assert not torch.equal(first, second)

@@ -355,9 +355,9 @@ def test_graphs_notice_weights_that_are_not_finite() -> None:
 
 
 class WaitingPolicy(NOVAPolicy):
-    def select(self, layer, group, x, stats):
+    def select(self, layer, group, x, ctx):
         float(x.mean())  # the host waits for it
-        return super().select(layer, group, x, stats)
+        return super().select(layer, group, x, ctx)
 
 
 class OfSomebody(NOVA):

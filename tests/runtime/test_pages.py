@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nextscale.cache import paged
 from nextscale.cache.paged import PagedCache, Pages
-from nextscale.runtime.cudagraph.capture import Report, Told
+from nextscale.runtime.cudagraph.capture import HostReadback, Report
 from nextscale.runtime.cudagraph.shared_memory import Ground
 
 HEADS, SIZE, WIDTH = 2, 4, 8
@@ -145,7 +145,7 @@ def test_a_cache_whose_rows_leave() -> None:
 @pytest.mark.parametrize("taken", [None, torch.tensor([71], dtype=torch.int32)])
 def test_a_scale_tells_how_many_are_taken(taken: Tensor | None) -> None:
     report, largest = {"kept": torch.tensor([3, 4])}, torch.tensor([1.5, 2.5])
-    told = Told(report, largest, taken)
+    told = HostReadback(report, largest, taken)
     told.write(report, largest, taken)
     found = Report(told, lambda: None)
     assert told.largest == [1.5, 2.5]

@@ -21,18 +21,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SkipVAR, SparseVAR, ToProVAR, Truncate
-from nextscale.engine.rng import FixedDraws, PerImageDraws
+from nextscale.engine.rng import PerImageNoise, StaticNoise
 from nextscale.engine.schedule import Schedule
 from nextscale.engine.state import Rows
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Context, Method, Policy
-from nextscale.methods.device_inputs import FetchedNumbers
+from nextscale.methods.base import Method, Policy, PolicyContext
+from nextscale.methods.device_inputs import FetchedInputs
 from nextscale.methods.token_cache import Places, TokenCaches
 from nextscale.models.fp8 import to_fp8
 from nextscale.models.packing import pack
 from nextscale.runtime import make_executor, with_enough_memory
 from nextscale.runtime.compiled import Compiled
-from nextscale.runtime.cudagraph.capture import SHORT, Report, Told
+from nextscale.runtime.cudagraph.capture import SHORT, HostReadback, Report
 from nextscale.runtime.cudagraph.executor import Graphs
 from nextscale.runtime.decoder import GPUDecoder, doubled
 from nextscale.runtime.eager import Eager
@@ -171,7 +171,7 @@ def test_forgotten_graphs_are_gone(infinity) -> None:
 
 def test_a_report_waits_when_it_is_asked() -> None:
     asked = []
-    told = Told({"entropy": torch.tensor([1.5]), "map": torch.zeros(SHORT + 1)}, torch.tensor([7.0, torch.inf]))
+    told = HostReadback({"entropy": torch.tensor([1.5]), "map": torch.zeros(SHORT + 1)}, torch.tensor([7.0, torch.inf]))
     told.write({"entropy": torch.tensor([2.5]), "map": torch.ones(SHORT + 1)}, torch.tensor([8.0, torch.inf]))
     report = Report(told, lambda: asked.append(1))
     assert "entropy" in report
@@ -189,30 +189,32 @@ def test_a_report_waits_when_it_is_asked() -> None:
 
 def test_scales_fetch_the_numbers_that_were_told_for_them() -> None:
     """The host may have told those of the next scale before a scale is run."""
-    numbers, cpu = FetchedNumbers(3), torch.device("cpu")
-    place = numbers.tell("ratio", [0.5, 0.25], cpu)
-    numbers.put(0)
-    assert numbers.tell("ratio", [0.75, 0.5], cpu) is place, "a captured scale reads it there"
-    numbers.put(1)
+    uploads, cpu = FetchedInputs(3), torch.device("cpu")
+    place = uploads.upload("ratio", [0.5, 0.25], cpu)
+    uploads.stage(0)
+    assert uploads.upload("ratio", [0.75, 0.5], cpu) is place, "a captured scale reads it there"
+    uploads.stage(1)
     for scale, expected in ((0, [0.5, 0.25]), (1, [0.75, 0.5])):
-        numbers.fetch(scale)
+        uploads.fetch(scale)
         assert place.tolist() == expected
-    order = numbers.tell("order", torch.tensor([3.0, 1.0]), cpu)  # what is long or made on the device is there at once
+    order = uploads.upload(
+        "order", torch.tensor([3.0, 1.0]), cpu
+    )  # what is long or made on the device is there at once
     assert order.tolist() == [3.0, 1.0]
-    assert list(numbers.told) == ["ratio"]
-    with pytest.raises(NextscaleError, match="'ratio' was told as 2 numbers, and is 1 now"):
-        numbers.tell("ratio", [1.0], cpu)
-    numbers.begin()
-    numbers.tell("ratio", [0.125, 0.0], cpu)
-    numbers.put(2)
-    numbers.fetch(2)
+    assert list(uploads.pending) == ["ratio"]
+    with pytest.raises(NextscaleError, match="'ratio' was uploaded as 2 numbers, and is 1 now"):
+        uploads.upload("ratio", [1.0], cpu)
+    uploads.reset()
+    uploads.upload("ratio", [0.125, 0.0], cpu)
+    uploads.stage(2)
+    uploads.fetch(2)
     assert place.tolist() == [0.125, 0.0]
 
 
 class Waiting(NOVA):
     """A method of somebody's own, which does not say that its scales can be captured."""
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         policy = super().start(context)
         policy.capturable = False
         return policy
@@ -272,11 +274,11 @@ def test_graphs_of_other_shapes_leave_when_memory_is_scarce(var, monkeypatch) ->
         ask(other, 1, output_type="latent", **options)
     expected, tries, prepare = ask(var, 2), [], graphs.record_state
 
-    def record_state(work, program):
+    def record_state(call, program):
         tries.append(len(graphs.programs))
         if len(tries) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
-        return prepare(work, program)
+        return prepare(call, program)
 
     monkeypatch.setattr(graphs, "record_state", record_state)
     assert same_tokens(expected, ask(other, 2))
@@ -382,16 +384,16 @@ class Resting(Method):
 
     def start(self, context):
         policy = Policy(context) if self.like is None else self.like.start(context)
-        inner = policy.begin_scale
+        inner = policy.plan_scale
 
-        def begin_scale(scale):
+        def plan_scale(scale):
             plan = inner(scale)
             if self.everyone is not None:
                 return plan._replace(actions=("skip" if scale.index == self.everyone else "run",) * context.images)
             first = {3: "skip", len(context.schedule) - 1: "stop"}.get(scale.index, "run")
             return plan._replace(actions=(first, *["run"] * (context.images - 1)))
 
-        policy.begin_scale = begin_scale
+        policy.plan_scale = plan_scale
         return policy
 
 
@@ -490,8 +492,8 @@ def test_the_decoder_for_a_gpu(attention: bool, monkeypatch) -> None:
 
 
 def test_fixed_draws_are_those_of_the_call_at_work() -> None:
-    first, second = PerImageDraws([1, 2]), PerImageDraws([3, 4])
-    fixed = FixedDraws(first)
+    first, second = PerImageNoise([1, 2]), PerImageNoise([3, 4])
+    fixed = StaticNoise(first)
     probs = torch.rand(2, 5, 3)
     place = fixed.noise(probs, 2, (0, 1), "token", torch.Tensor.exponential_)
     assert torch.equal(fixed.categorical(probs, 2, (0, 1)), first.categorical(probs, 2, (0, 1)))
@@ -527,9 +529,9 @@ class Noting(EmulatedGraphs):
         super().__init__()
         self.lengths: list[torch.Tensor] = []
 
-    def run_scale(self, work, task, *rest):
-        self.lengths.append(task.state.text_lengths)
-        return super().run_scale(work, task, *rest)
+    def run_scale(self, call, batch, *rest):
+        self.lengths.append(batch.state.text_lengths)
+        return super().run_scale(call, batch, *rest)
 
 
 def test_lengths_of_the_text_are_at_their_fixed_place(infinity) -> None:
@@ -544,10 +546,10 @@ def test_lengths_of_the_text_are_at_their_fixed_place(infinity) -> None:
 class Small(EmulatedGraphs):
     """A device whose memory is too small for what it keeps."""
 
-    def run_scale(self, work, task, *rest):
-        if task.scale.index == 2:
+    def run_scale(self, call, batch, *rest):
+        if batch.scale.index == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
-        return super().run_scale(work, task, *rest)
+        return super().run_scale(call, batch, *rest)
 
 
 def test_out_of_memory(infinity, caplog) -> None:
@@ -704,7 +706,7 @@ def test_how_batches_are_filled_up(infinity) -> None:
     other = emulated(infinity)
 
     def places() -> list[int]:
-        return [other.executor.places(n, other.backbone, PerImageDraws([0] * n), ()) for n in (1, 2, 3, 4, 5, 9)]
+        return [other.executor.places(n, other.backbone, PerImageNoise([0] * n), ()) for n in (1, 2, 3, 4, 5, 9)]
 
     assert places() == [1, 2, 3, 4, 5, 9]
     other.warm_up(["0.06M"], batches=[2, 4], text_tokens=16)

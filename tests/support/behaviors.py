@@ -42,9 +42,9 @@ class Leaving(Method):
 
     def start(self, context):
         policy = Policy(context) if self.like is None else self.like.start(context)
-        inner = policy.begin_scale
+        inner = policy.plan_scale
 
-        def begin_scale(scale):
+        def plan_scale(scale):
             plan, k, actions, guided = inner(scale), scale.index, [], []
             for image in range(context.images):
                 stops = any(i == image and k >= s for i, s in self.stop)
@@ -52,7 +52,7 @@ class Leaving(Method):
                 guided.append(plan.guided[image] and not any(i == image and k >= s for i, s in self.unguided))
             return plan._replace(actions=tuple(actions), guided=tuple(guided))
 
-        policy.begin_scale = begin_scale
+        policy.plan_scale = plan_scale
         return policy
 
 

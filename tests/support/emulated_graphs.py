@@ -10,18 +10,18 @@ class EmulatedGraph:
 
     def __init__(self, run, program) -> None:
         self.run, self.program, self.made = run, program, run()
-        self.policy = run.__closure__[[*run.__code__.co_freevars].index("work")].cell_contents.policy
+        self.policy = run.__closure__[[*run.__code__.co_freevars].index("call")].cell_contents.policy
         program.go_back()  # capturing computes nothing
 
     def replay(self) -> None:
         # The call that recorded has let go of its memory; a real graph still knows the places.
-        self.policy.memory, self.policy.numbers = self.program.memory, self.program.numbers
+        self.policy.memory, self.policy.uploads = self.program.memory, self.program.uploads
         old, new = self.made, self.run()
         for name in ("logits", "raw", "hidden"):
-            getattr(old.step, name).copy_(getattr(new.step, name))
+            getattr(old.output, name).copy_(getattr(new.output, name))
         if new.chosen.masks is not None:
             old.chosen.masks.copy_(new.chosen.masks)
-        self.program.features.copy_(new.step.features)
+        self.program.features.copy_(new.output.features)
 
     def wait(self) -> None:
         pass
@@ -36,9 +36,9 @@ class EmulatedGraphs(Graphs):
         super().__init__()
         self.recorded = 0
 
-    def record_state(self, work, program):
+    def record_state(self, call, program):
         def run():
-            return work.backbone.prepare(program.inputs, work.schedule)
+            return call.backbone.prepare(program.inputs, call.schedule)
 
         state = run()
 

@@ -147,11 +147,11 @@ def eight_bits(found: Tensor, exact: Array) -> None:
     """
     assert found.dtype == torch.float8_e4m3fn
     known = np.clip(np.where(np.isnan(exact), 0, exact), -448, 448)
-    step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(known), 2.0**-6))) - 3)
-    right = np.round(known / step) * step
+    output = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(known), 2.0**-6))) - 3)
+    right = np.round(known / output) * output
     carried = (np.abs(right) > np.abs(known)) & (np.log2(np.maximum(np.abs(right), 2.0**-10)) % 1 == 0)
     # A number in float32 may lie on the other side of the middle of two.
-    middle = np.abs(known / step % 1 - 0.5) < 0.01
+    middle = np.abs(known / output % 1 - 0.5) < 0.01
     checked = ~carried & ~middle & ~np.isnan(exact)
     assert checked.mean() > 0.5 or checked.size < 10
     good = np.abs(plain(found.float()) - right) <= np.where(np.abs(known) < 2.0**-6, 2.0**-9, 0)

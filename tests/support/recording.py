@@ -11,7 +11,7 @@ import pytest
 from support.oracles.maths import Recording, Scale
 from support.pipelines import ask
 
-from nextscale.methods.base import Context, Method, Policy
+from nextscale.methods.base import Method, Policy, PolicyContext
 from nextscale.models.layers import SelfAttention
 
 
@@ -29,7 +29,7 @@ class Watched(Method):
     inner: Any = None
     into: Any = None
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         if context.decode is not None:
             context = _watch_decoder(context, self.into)
         policy = self.inner.start(context)
@@ -40,7 +40,7 @@ class Watched(Method):
         return self.inner.to_dict()
 
 
-def _watch_decoder(context: Context, recording: Recording) -> Context:
+def _watch_decoder(context: PolicyContext, recording: Recording) -> PolicyContext:
     inner = context.decode
 
     def decode(features):
@@ -52,29 +52,29 @@ def _watch_decoder(context: Context, recording: Recording) -> Context:
 
 
 def _watch(policy: Policy, recording: Recording) -> None:
-    begin, select, fill, complete = policy.begin_scale, policy.select, policy.fill, policy.complete
+    begin, select, restore, finalize = policy.plan_scale, policy.select, policy.restore, policy.finalize
 
-    def begin_scale(scale):
+    def plan_scale(scale):
         recording.scales.append(Scale(scale.grid))
-        return begin(scale)._replace(looks=True)
+        return begin(scale)._replace(needs_hidden=True)
 
-    def watched_select(layer, group, x, stats):
+    def watched_select(layer, group, x, ctx):
         recording.scales[-1].inputs[layer, group] = array(x)
-        return select(layer, group, x, stats)
+        return select(layer, group, x, ctx)
 
-    def watched_fill(layer, group, x, chosen, y, stats):
-        filled = fill(layer, group, x, chosen, y, stats)
+    def watched_fill(layer, group, x, chosen, y, ctx):
+        filled = restore(layer, group, x, chosen, y, ctx)
         recording.scales[-1].outputs[layer, group] = array(filled)
         return filled
 
-    def watched_complete(x, stats):
-        state, weight = complete(x, stats)
+    def watched_complete(x, ctx):
+        state, weight = finalize(x, ctx)
         recording.scales[-1].completed = array(state)
         recording.scales[-1].weight = None if weight is None else array(weight)
         return state, weight
 
-    policy.begin_scale, policy.select = begin_scale, watched_select  # type: ignore[method-assign]
-    policy.fill, policy.complete = watched_fill, watched_complete  # type: ignore[method-assign]
+    policy.plan_scale, policy.select = plan_scale, watched_select  # type: ignore[method-assign]
+    policy.restore, policy.finalize = watched_fill, watched_complete  # type: ignore[method-assign]
 
 
 def record(pipe, method: Method, images: int = 2, **options):

@@ -50,7 +50,7 @@ class LayerCache:
         self.length: Tensor | None = None  # entries of each row, once rows differ: then attention needs a mask
         self.more: Tensor | None = None  # [R] of them that are not yet counted in it,
         self.starts: Tensor | None = None  # or where those of a row begin, if they lie packed
-        self.length_place = length  # where it has to be; there, lengths are counted as long as rows are equal, too
+        self.static_length = length  # where it has to be; there, lengths are counted as long as rows are equal, too
         self.ahead = 0  # entries of all rows that are not yet counted there
         self.active: Tensor | None = None  # the rows at work in this scale; None = all
         # Where keys and values of this scale go instead: all layers may share it if no later scale will read them.
@@ -81,14 +81,14 @@ class LayerCache:
         """Forget all other rows for good: their image has stopped, or is no longer guided."""
         self.k, self.v = self.k[rows], self.v[rows]
         self.length = None if self.length is None else self.length[rows]
-        self.length_place = None if self.length_place is None else self.length_place[rows]
+        self.static_length = None if self.static_length is None else self.static_length[rows]
 
     def append(self, k: Tensor, v: Tensor, count: Tensor | None = None) -> None:
         """Write behind each row's own end."""
         new = k.shape[2]
         self.reserve(new)
         # A CPU may look at the counts for nothing: rows without padding stay equally long, and need no mask.
-        fixed = self.length_place is not None
+        fixed = self.static_length is not None
         if count is not None and not fixed and count.device.type == "cpu" and bool((count == new).all()):
             count = None
         self._tell_rows_apart(count is not None)
@@ -107,7 +107,7 @@ class LayerCache:
     def _tell_rows_apart(self, apart: bool) -> None:
         """From the first time on that rows grow by different numbers of tokens."""
         if self.length is None and (self.active is not None or apart):
-            self.length = self.length_place
+            self.length = self.static_length
             if self.length is None:
                 self.length = torch.full((len(self.k),), self.used, device=self.k.device)
 
@@ -121,7 +121,7 @@ class LayerCache:
             if length.device.type == "cpu":
                 used = int(length.max())
                 length = None if bool((length == used).all()) else length
-            elif self.length_place is not None:
+            elif self.static_length is not None:
                 used = self.k.shape[2]
         keys, values = self.k[:, :, :used], self.v[:, :, :used]
         if self.active is not None:
@@ -129,7 +129,7 @@ class LayerCache:
         if length is None:
             return keys, values, None
         mask = (torch.arange(used, device=keys.device) < length[:, None])[:, None, None]
-        if self.length_place is not None:  # others write there, too, and what is NaN would not stay behind the mask
+        if self.static_length is not None:  # others write there, too, and what is NaN would not stay behind the mask
             keys, values = blank(keys, mask), blank(values, mask)
         return keys, values, mask
 
@@ -223,7 +223,7 @@ def count_lengths(caches: Sequence[LayerCache]) -> None:
     if packed:
         lengths, starts = zip(*packed, strict=True)
         torch._foreach_add_(list(lengths), list(torch.stack(starts).diff(dim=1).unbind()))
-    level = [(cache.length_place, cache.ahead) for cache in caches if cache.length_place is not None and cache.ahead]
+    level = [(cache.static_length, cache.ahead) for cache in caches if cache.static_length is not None and cache.ahead]
     if level:  # all by the same number
         torch._foreach_add_([place for place, _ in level], level[0][1])
     for cache in caches:

@@ -123,7 +123,7 @@ class PagedCache(LayerCache):
 
     def keep_rows(self, rows: Tensor | slice) -> None:
         super().keep_rows(rows)
-        self.length = self.length_place
+        self.length = self.static_length
         self.pages = replace(self.pages, table=self.pages.table[rows])
 
     def look(

@@ -129,7 +129,7 @@ def _run(
     **options: Any,
 ) -> None:
     from nextscale.io.reading import read_lines
-    from nextscale.io.writing import as_json, require_writable, whole_file
+    from nextscale.io.writing import as_json, atomic_write, require_writable
     from nextscale.pipeline import Pipeline
     from nextscale.research.calibrate import require_enough
     from nextscale.research.prompt_files import bad_prompts, refuse, skipped
@@ -150,7 +150,7 @@ def _run(
     left_out = {b.where for b in bad}
     left = [prompt for prompt, number in asked if f"{prompts}, line {number}" not in left_out]
     result = calibrate(pipe, left, **options)
-    with whole_file(out) as file:
+    with atomic_write(out) as file:
         file.write(as_json({**result, "skipped": skipped(bad)}))
     if bad:
         typer.echo(f"{len(bad)} prompts were skipped")

@@ -68,7 +68,7 @@ def compare(
 ) -> None:
     """Make a picture without and with methods; draw the pictures, their differences and where each computed."""
     from nextscale.io.images import image_paths
-    from nextscale.io.writing import require_writable, whole_file
+    from nextscale.io.writing import atomic_write, require_writable
     from nextscale.pipeline import Pipeline
     from nextscale.research.analyze.comparison import draw_comparison
     from nextscale.research.analyze.runs import make_all, warnings_once
@@ -103,7 +103,7 @@ def compare(
     if json_ is not None:
         header = {k: v for k, v in made[0].output.trace.header.items() if k != "method"}
         told = {**header, "prompt": subject, "seed": seed, "methods": [m.row() for m in made]}
-        with whole_file(json_) as file:
+        with atomic_write(json_) as file:
             file.write((json.dumps(told, indent=1, ensure_ascii=False) + "\n").encode())
         typer.echo(f"wrote {json_}")
     typer.echo(f"wrote {path}")

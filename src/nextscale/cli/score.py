@@ -29,7 +29,7 @@ def score(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no table.")] = False,
 ) -> None:
     """Score a folder of pictures."""
-    from nextscale.io.writing import as_json, require_writable, whole_file
+    from nextscale.io.writing import as_json, atomic_write, require_writable
     from nextscale.research.evaluate.score import score as compute
     from nextscale.research.evaluate.score_metrics import get_metrics
 
@@ -44,7 +44,7 @@ def score(
             "prompts": None if prompts is None else str(prompts),
             "metrics": {s.metric.name: s.to_dict() for s in scores},
         }
-        with whole_file(out) as file:
+        with atomic_write(out) as file:
             file.write(as_json(told))
     if quiet:
         return

@@ -37,7 +37,7 @@ def tune(
     quiet: Quiet = False,
 ) -> None:
     """The fastest setting of a method whose measured loss stays within a budget."""
-    from nextscale.io.writing import as_json, require_writable, whole_file
+    from nextscale.io.writing import as_json, atomic_write, require_writable
     from nextscale.research.evaluate import session
     from nextscale.research.evaluate.report import COSTS
     from nextscale.research.evaluate.tune import as_preset, read_budget, read_space
@@ -50,7 +50,7 @@ def tune(
     with session.at_work(out):
         bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
         best, done = search(bench, method, budget, fields, trials, cost, False if quiet else None)
-    with whole_file(preset) as file:
+    with atomic_write(preset) as file:
         file.write(as_json(as_preset(best, bench, budget, cost, trials)))
     for trial in sorted(done, key=lambda t: t.cost):
         mark = "*" if trial is best else " " if trial.excess(budget) else "+"

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.engine.rng import Draws
+from nextscale.engine.rng import NoiseSource
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Scale, Schedule
-from nextscale.engine.state import Run
+from nextscale.engine.state import GenerationState
 from nextscale.engine.trace import Trace
 from nextscale.io.arguments import is_flag
 from nextscale.io.devices import full_precision
 from nextscale.methods.base import Policy
 from nextscale.methods.validation import check_expected, check_plan
 from nextscale.models.base import Backbone
-from nextscale.runtime.eager import Eager, Task, Work
+from nextscale.runtime.eager import CallContext, Eager, ScaleBatch
 from nextscale.tokenizers.base import ImageTokenizer
 
 
@@ -53,11 +53,11 @@ def filled_up(inputs: tuple[Tensor | None, ...], images: int, places: int) -> tu
         return inputs
     row = [min(place, images - 1) for place in range(places)]
 
-    def fill(rows: Tensor) -> Tensor:
+    def restore(rows: Tensor) -> Tensor:
         index = [first + r for first in range(0, len(rows), images) for r in row]
         return rows[torch.tensor(index, device=rows.device)]
 
-    return tuple(None if t is None else fill(t) for t in inputs)
+    return tuple(None if t is None else restore(t) for t in inputs)
 
 
 Callback = Callable[[ScaleEnd], "bool | Tensor | None"]
@@ -71,7 +71,7 @@ def generate(
     condition: Any,
     schedule: Schedule,
     sampling: Sampling,
-    draws: Draws,
+    draws: NoiseSource,
     policy: Policy,
     images: int,
     trace: Trace,
@@ -80,37 +80,37 @@ def generate(
     executor: Eager | None = None,
     advance: Callable[[int], None] = lambda steps: None,
     places: int | None = None,
-) -> Run:
+) -> GenerationState:
     """Feature maps of `images` pictures, in the returned Run; `advance` is told of every scale. A batch may have more
     `places` than that, all of which the policy and the draws know; the others never run."""
     executor, places = executor or Eager(), places or images
     guided = sampling.guided_until > 0
     watched = on_scale_end is not None or policy.watches
-    work = Work(backbone, tokenizer, schedule, sampling, policy, draws, forced, watched)
-    run = executor.open(work, filled_up(backbone.read(condition, guided), images, places), places, guided)
+    call = CallContext(backbone, tokenizer, schedule, sampling, policy, draws, forced, watched)
+    run = executor.open(call, filled_up(backbone.read(condition, guided), images, places), places, guided)
     run.admit(images)
     expected = policy.expected_tokens()
     check_expected(policy, expected, schedule.tokens)
     run.reserve(backbone.context + expected if expected else 0)
     for scale in schedule:
-        plan = policy.begin_scale(scale)
+        plan = policy.plan_scale(scale)
         check_plan(policy, plan, places, backbone.parts, schedule.tokens)
         rows = run.apply(plan, scale)
         if not rows.all:
             advance(1)
             continue
-        task = Task(scale, plan, rows, run.placed, run.state, returns=rows != run.rows)
-        step = executor.run_scale(work, task, run.features, run.kv)
-        run.store(rows, scale, step.features, step.tokens)
-        policy.reported(step.stats, step.report)
-        policy.added(run.features, step.stats)
-        trace.ran(step.stats, run.state, task.places)
+        batch = ScaleBatch(scale, plan, rows, run.placed, run.cond, returns=rows != run.rows)
+        output = executor.run_scale(call, batch, run.features, run.kv)
+        run.store(rows, scale, output.features, output.tokens)
+        policy.on_report(output.ctx, output.report)
+        policy.on_features(run.features, output.ctx)
+        trace.ran(output.ctx, run.cond, batch.places)
         advance(1)
         if on_scale_end is None:
             continue
-        tokens = step.tokens if len(step.tokens) == rows.images else step.tokens[list(rows.which)]
+        tokens = output.tokens if len(output.tokens) == rows.images else output.tokens[list(rows.which)]
         decode = partial(tokenizer.decode, run.maps)
-        end = ScaleEnd(scale, rows.which, run.maps, tokens, step.logits, step.raw, step.hidden, decode)
+        end = ScaleEnd(scale, rows.which, run.maps, tokens, output.logits, output.raw, output.hidden, decode)
         answer = on_scale_end(end)
         if is_flag(answer):
             if not answer:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nextscale.engine.loop import Callback, ScaleEnd, generate
 from nextscale.engine.prompts import Prompts
-from nextscale.engine.rng import Draws, PerImageDraws
+from nextscale.engine.rng import NoiseSource, PerImageNoise
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule
 from nextscale.engine.trace import Costs, Trace
@@ -35,14 +35,14 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Call:
+class Request:
     """Arguments that have been read and checked."""
 
     pipe: Pipeline
     prompts: Prompts
     schedule: Schedule
     sampling: Sampling
-    draws: Draws
+    draws: NoiseSource
     seeds: list[int | None]
     forced: Sequence[Tensor]
     method: Method | None
@@ -54,7 +54,7 @@ class Call:
     def make(self, executor: Eager) -> Output:
         pipe, images, draws = self.pipe, self.prompts.images, self.draws
         places = executor.places(images, pipe.backbone, draws, self.forced)
-        if isinstance(draws, PerImageDraws):
+        if isinstance(draws, PerImageNoise):
             draws = draws.filled_up(places)
         context = pipe.context(places, self.schedule, self.sampling)
         policy = Policy(context) if self.method is None else self.method.begin(context)

@@ -17,7 +17,7 @@ SEEDS = 2**128  # and as many below zero
 Fill = Callable[..., Any]  # fills a tensor in place, with a generator
 
 
-class Draws(Protocol):
+class NoiseSource(Protocol):
     """`images` names the images of the call whose rows are in the tensor, in order."""
 
     def categorical(self, probs: Tensor, scale: int, images: Sequence[int]) -> Tensor:
@@ -33,7 +33,7 @@ class Draws(Protocol):
         ...
 
 
-class PerImageDraws:
+class PerImageNoise:
     """Noise for (image, scale) comes from a generator seeded by (seed, scale).
 
     So neither the rest of the batch, nor skipped scales, nor a method that drops tokens changes the
@@ -44,9 +44,9 @@ class PerImageDraws:
         self.seeds = list(seeds)
         self.generator = torch.Generator(device=device)
 
-    def filled_up(self, images: int) -> PerImageDraws:
+    def filled_up(self, images: int) -> PerImageNoise:
         """With numbers for so many, if they are more."""
-        return PerImageDraws([*self.seeds, *[0] * (images - len(self.seeds))], self.generator.device)
+        return PerImageNoise([*self.seeds, *[0] * (images - len(self.seeds))], self.generator.device)
 
     def noise(self, like: Tensor, scale: int, images: Sequence[int], stream: str, fill: Fill) -> Tensor:
         noise = torch.empty(like.shape, dtype=torch.float32, device=self.generator.device)
@@ -79,15 +79,15 @@ class PerImageDraws:
         return self.noise(like, scale, images, f"normal {name}", Tensor.normal_)
 
 
-class FixedDraws(PerImageDraws):
+class StaticNoise(PerImageNoise):
     """Numbers that were drawn beforehand and lie at fixed places, where a captured scale reads them."""
 
-    def __init__(self, source: PerImageDraws) -> None:
+    def __init__(self, source: PerImageNoise) -> None:
         self.source = source  # of the call at work
         self.places: dict[int, dict[str, tuple[Tensor, Fill]]] = {}  # per scale, by their stream
         self.full: set[int] = set()  # scales whose places hold the numbers of the call at work
 
-    def begin(self, source: PerImageDraws) -> None:
+    def begin(self, source: PerImageNoise) -> None:
         """Another call."""
         self.source, self.full = source, set()
 
@@ -108,7 +108,7 @@ class FixedDraws(PerImageDraws):
                     place.copy_(self.source.noise(place, scale, images, stream, fill))
 
 
-class OfficialDraws:
+class GeneratorNoise:
     """The call order and batch layout of the official code: one generator, one multinomial per scale."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
@@ -137,12 +137,12 @@ def read_draws(
     generator: torch.Generator | Sequence[torch.Generator] | None,
     images: int,
     device: torch.device,
-) -> tuple[Draws, list[int | None]]:
+) -> tuple[NoiseSource, list[int | None]]:
     """The randomness that a call asks for, and the seed of every image (None where a generator was given)."""
     if seed is not None and generator is not None:
         raise NextscaleError("give seed or generator, not both")
     if isinstance(generator, torch.Generator):
-        return OfficialDraws(generator), [None] * images
+        return GeneratorNoise(generator), [None] * images
     if generator is not None:
         generator = read_list(generator, "generator", "a torch.Generator or a list of them")
         for g in generator:
@@ -152,7 +152,7 @@ def read_draws(
             raise NextscaleError(f"{len(generator)} generators were given for {images} images")
         seed = [int(torch.randint(2**62, (), generator=g, device=g.device)) for g in generator]
     seeds = _seeds(seed, images)
-    return PerImageDraws(seeds, device), list(seeds)
+    return PerImageNoise(seeds, device), list(seeds)
 
 
 def _seeds(seed: int | Sequence[int] | None, images: int) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nextscale.engine.guidance import Number, per_scale, told
-from nextscale.engine.rng import Draws, PerImageDraws
+from nextscale.engine.rng import NoiseSource, PerImageNoise
 from nextscale.engine.schedule import Scale, Schedule
 from nextscale.errors import NextscaleError
 from nextscale.io.arguments import is_single, read_count, read_list, read_number, shown
@@ -153,7 +153,7 @@ def sample(
     scale: Scale,
     sampling: Sampling,
     numbers: ScaleNumbers,
-    draws: Draws,
+    draws: NoiseSource,
     images: Sequence[int],
     tokenizer: ImageTokenizer,
     forced: Tensor | None = None,
@@ -162,7 +162,7 @@ def sample(
     top_k, top_p = numbers.top_k, numbers.top_p
     if sampling.greedy:
         tokens = logits.argmax(dim=-1)
-    elif takes(logits) and isinstance(draws, PerImageDraws):
+    elif takes(logits) and isinstance(draws, PerImageNoise):
         tokens = fused_draw(logits, draws.race(logits, scale.index, images), top_p, top_k)
     else:
         if told(top_k) and told(top_p):

@@ -48,14 +48,14 @@ class Rows:
         return torch.cat((x, x if self.guided is None else x[self.guided.to(x.device)]))
 
 
-class Run:
+class GenerationState:
     """One call. Rows leave for good when their image stops or is no longer guided; then they give up their places in
     caches and state, or keep them and rest, where captured scales know the places of all others."""
 
     def __init__(
         self,
         backbone: Backbone,
-        state: Any,
+        cond: Any,
         features: Tensor,
         schedule: Schedule,
         guided: bool,
@@ -68,7 +68,7 @@ class Run:
         self.rows = Rows(images, images if guided else ())  # that have not left
         self.placed = self.rows  # that have a place
         self.stays = stays
-        self.state = state  # of those
+        self.cond = cond  # of those
         self.features = features
         self.asked = len(images)  # for: the others are there to fill up a batch, and never run
         self.schedule = schedule
@@ -116,7 +116,7 @@ class Run:
         places = places_of(placed, self.placed)
         first = places.tolist() == list(range(len(places)))  # nothing moves: those that leave are at the end
         index = slice(len(places)) if first else places.to(self.features.device)
-        self.state = self.state.take(index)
+        self.cond = self.cond.take(index)
         for cache in self.kv:
             cache.keep_rows(index)
         self.placed = placed
@@ -152,7 +152,7 @@ class Run:
     def release(self) -> None:
         """After the last scale only features and tokens are needed; the decoder can have the memory."""
         self.kv.clear()
-        self.state = None
+        self.cond = None
 
     def stop(self, scale: Scale) -> None:
         """The caller ends the run after `scale`."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from nextscale.engine.schedule import Scale, Schedule
 from nextscale.engine.state import Rows
 from nextscale.io.arguments import read_choice, read_count, read_path
-from nextscale.io.writing import finite, whole_file
-from nextscale.methods.base import Choices, Decision, Policy, Stats
-from nextscale.models.base import Backbone, State
+from nextscale.io.writing import atomic_write, finite
+from nextscale.methods.base import Choices, Decision, Policy, ScaleContext
+from nextscale.models.base import Backbone, Conditioning
 
 SCHEMA = 1
 
@@ -88,15 +88,15 @@ class Trace:
     records: dict[int, _Ran] = field(default_factory=dict)
     _lengths: tuple[Tensor, Tensor] | None = None  # of the text, as a state has them and as they are kept
 
-    def ran(self, stats: Stats, state: State, places: Tensor | None = None) -> None:
+    def ran(self, ctx: ScaleContext, cond: Conditioning, places: Tensor | None = None) -> None:
         """`places` of the rows at work in the state; None = all."""
         # Tensors are kept as they are and read when somebody asks: a run is never made to wait.
-        lengths = state.text_lengths
+        lengths = cond.text_lengths
         if lengths is not None:
             if self._lengths is None or self._lengths[0] is not lengths:
                 self._lengths = lengths, lengths.clone()  # the next call may write over them
             lengths = self._lengths[1]
-        self.records[stats.scale.index] = _Ran(stats.rows, stats.chosen, lengths, places, stats.context)
+        self.records[ctx.scale.index] = _Ran(ctx.rows, ctx.chosen, lengths, places, ctx.context)
 
     def finished(self, policy: Policy, stopped_after: list[int | None]) -> None:
         self.policy, self.stopped_after = policy, stopped_after
@@ -218,7 +218,7 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """As JSON; a name ending in .npz stores the maps of computed cells of every image, scale, layer and group."""
         path = Path(read_path(path, "the path of a trace"))
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             if path.suffix == ".npz":
                 np.savez_compressed(file, **self._maps())
             else:

@@ -77,7 +77,7 @@ def full_precision(function: F) -> F:
     return wrapped  # type: ignore[return-value]
 
 
-def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device_async(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On the device, without waiting for it."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 

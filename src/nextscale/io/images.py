@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError, choices
 from nextscale.io.arguments import read_list, shown
-from nextscale.io.writing import require_folder, require_writable, whole_file
+from nextscale.io.writing import atomic_write, require_folder, require_writable
 
 if TYPE_CHECKING:
     from nextscale.engine.loop import ScaleEnd
@@ -83,5 +83,5 @@ class Previews:
 
 def save_all(images: Sequence[Image.Image], paths: Sequence[Path]) -> None:
     for image, path in zip(images, paths, strict=True):
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             image.save(file, format=Image.registered_extensions()[path.suffix.lower()])

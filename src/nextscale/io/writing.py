@@ -95,7 +95,7 @@ def _remove_unfinished(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
     """Until it is whole, the file lies beside `path`, or in a `folder` on the same disk."""
     _require(path)
     try:

@@ -69,7 +69,7 @@ class Look(NamedTuple):
     moments: Tensor  # mean and variance of x, [B, N, 2]
 
 
-class Lens:
+class LogitLens:
     """The entropies of a scale's states, layer after layer."""
 
     def __init__(self, images: int, head: Callable[[], BitHead]) -> None:

@@ -15,7 +15,7 @@ except ImportError:  # a CPU build of torch comes without Triton
 MOST = 8192  # numbers
 
 
-def carry(to: Tensor, source: Tensor) -> None:
+def copy_pinned(to: Tensor, source: Tensor) -> None:
     """Both of one shape and dtype, without waiting: on a GPU they are there when the device has come so far."""
     here, there = (source, to) if to.is_cuda else (to, source)
     if fused_carry is not None and there.is_cuda and here.is_pinned() and to.numel() <= MOST:

@@ -45,10 +45,10 @@ class Norm(NamedTuple):
 
     def of(self, chosen: Packed | None) -> Norm:
         """The norm of the chosen tokens [1, T, C]."""
-        return self._replace(factor=of_rows(self.factor, chosen), term=of_rows(self.term, chosen))
+        return self._replace(factor=gather_rows(self.factor, chosen), term=gather_rows(self.term, chosen))
 
 
-def of_rows(vector: Tensor | None, chosen: Packed | None) -> Tensor | None:
+def gather_rows(vector: Tensor | None, chosen: Packed | None) -> Tensor | None:
     """What every row has [R, 1, C], of the rows of chosen tokens [1, T, C]."""
     if vector is None or chosen is None or vector.ndim == 1 or len(vector) == 1:
         return vector
@@ -66,5 +66,5 @@ def add_to(x: Tensor, delta: Tensor | Parts, gate: Tensor | None, chosen: Packed
     """x + gate * delta, in float32; of `chosen` tokens, x and delta are [1, T, C]."""
     if fuses(x):
         return fused_sum(x, delta, gate, chosen)
-    delta, gate = delta.total() if isinstance(delta, Parts) else delta, of_rows(gate, chosen)
+    delta, gate = delta.total() if isinstance(delta, Parts) else delta, gather_rows(gate, chosen)
     return x + (delta.float() if gate is None else delta * gate)

@@ -27,14 +27,14 @@ from nextscale.io.arguments import LARGEST, read_count, read_flag, read_list, re
 from nextscale.io.reading import read_json
 from nextscale.kernels.logit_lens import Filled
 from nextscale.kernels.restore import fused_put, puts
-from nextscale.methods.device_inputs import HostNumbers
+from nextscale.methods.device_inputs import DeviceInputs
 from nextscale.methods.package_data import stored, stored_names
 from nextscale.methods.selection import Packed, Selection, scatter
 from nextscale.methods.token_cache import TokenCaches
 
 if TYPE_CHECKING:
     from nextscale.engine.state import Rows
-    from nextscale.kernels.logit_lens import Lens
+    from nextscale.kernels.logit_lens import LogitLens
     from nextscale.models.residual import Stream
 
 M = TypeVar("M", bound="Method")
@@ -45,7 +45,7 @@ SCHEMA = 1  # of stored methods and presets
 
 
 @dataclass(frozen=True)
-class Context:
+class PolicyContext:
     """What a policy may know of the call: never which backbone it is on."""
 
     images: int
@@ -67,28 +67,30 @@ class ScalePlan(NamedTuple):
     capacity: int  # KV slots to reserve per row; 0 = each layer reserves what it keeps
     groups: tuple[Group, ...]
     needs: frozenset[str] = frozenset()  # "attention_entropy"
-    looks: bool = True  # False: no layer of this scale has to be shown to the policy
+    needs_hidden: bool = True  # False: no layer of this scale has to be shown to the policy
     variant: Hashable = None  # what else decides which code will run; with the rows it names a captured scale
 
 
 @dataclass
-class Stats:
+class ScaleContext:
     """What is known inside a scale: who runs, and what its blocks reported so far."""
 
     scale: Scale
     rows: Rows
-    lens: Callable[..., Tensor]  # (hidden states [R, N, C], guided, codes) -> the head's logits per image
+    logit_lens: Callable[..., Tensor]  # (hidden states [R, N, C], guided, codes) -> the head's logits per image
     chosen: Choices = field(default_factory=list)  # per layer, of every part; None = all
     attention_entropy: list[Tensor] = field(default_factory=list)  # per layer [R, K], if the plan needs it
     context: int = 0  # tokens that ran in front of the scale's own
     token_entropy: Callable[[Tensor, str], Tensor] = token_entropy  # of logits; an executor may have a faster one
-    fast_lens: Lens | None = None  # entropy of the conditional prediction without its logits, where it can be had
+    fused_logit_lens: LogitLens | None = (
+        None  # entropy of the conditional prediction without its logits, where it can be had
+    )
 
     def lens_entropy(self, x: Tensor, guided: bool, codes: Tensor | None, unit: str) -> Tensor:
         """Entropy [B, N] of the prediction that the model's own head would make of the states x [R, N, C]."""
-        if self.fast_lens is not None and not guided and codes is None:
-            return self.fast_lens.entropy(x, unit)
-        return self.token_entropy(self.lens(x, guided, codes), unit)
+        if self.fused_logit_lens is not None and not guided and codes is None:
+            return self.fused_logit_lens.entropy(x, unit)
+        return self.token_entropy(self.logit_lens(x, guided, codes), unit)
 
 
 @dataclass(frozen=True)
@@ -114,19 +116,19 @@ class Decision:
 
 
 class Policy:
-    """A method at work on one call. `select` and `fill` stay on the device."""
+    """A method at work on one call. `select` and `restore` stay on the device."""
 
-    # Whether a scale's work can be captured: nothing between `begin_scale` and `reported` waits for the device, reads
+    # Whether a scale's work can be captured: nothing between `plan_scale` and `on_report` waits for the device, reads
     # host numbers that `ScalePlan.variant` does not tell, or leaves tensors anywhere but in `memory` and the report.
     capturable: bool = False
 
     method: Any = None  # its settings, hashable
     name: str = ""  # of the method, for errors
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: PolicyContext) -> None:
         self.context = context
         self.memory = TokenCaches()
-        self.numbers = HostNumbers()
+        self.uploads = DeviceInputs()
 
     @property
     def passive(self) -> bool:
@@ -143,72 +145,74 @@ class Policy:
         return self.method
 
     @property
-    def looks_away(self) -> bool:
+    def is_passthrough(self) -> bool:
         """Whether it leaves every layer alone, so that nothing has to be shown to it inside a scale."""
         kind = type(self)
-        return kind.select is Policy.select and kind.fill is Policy.fill
+        return kind.select is Policy.select and kind.restore is Policy.restore
 
     @property
     def watches(self) -> bool:
         """Whether it looks at the maps between two scales."""
-        return type(self).added is not Policy.added
+        return type(self).on_features is not Policy.on_features
 
     def expected_tokens(self) -> int:
         """KV slots per row to reserve at once; 0 = grow with what is kept."""
         return self.context.schedule.tokens
 
-    def begin_scale(self, scale: Scale) -> ScalePlan:
+    def plan_scale(self, scale: Scale) -> ScalePlan:
         return self.plan(scale)
 
     def plan(self, scale: Scale, **more: Any) -> ScalePlan:
         """Every image runs, guided as long as the call asks for it, and is left alone; or what `more` says."""
         c = self.context
         guided = (scale.index < c.sampling.guided_until,) * c.images
-        usual = ScalePlan(("run",) * c.images, guided, 0, (c.parts,), looks=not self.looks_away)
+        usual = ScalePlan(("run",) * c.images, guided, 0, (c.parts,), needs_hidden=not self.is_passthrough)
         unknown = [name for name in more if name not in ScalePlan._fields]
         if unknown:
             raise NextscaleError(f"a plan has no field {unknown[0]!r}; allowed: {choices(ScalePlan._fields)}")
         return usual._replace(**more)
 
-    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
+    def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
         """The tokens that pass through `group` of `layer`; None = all of them."""
         return None
 
-    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
+    def restore(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, ctx: ScaleContext
+    ) -> Tensor:
         """The group's output for all tokens, from its input x and the chosen tokens' output y."""
         return y if chosen is None else scatter(x, chosen, y)
 
-    def fill_stream(
-        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, stats: Stats
+    def restore_residual(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, ctx: ScaleContext
     ) -> Tensor:
         """The same from a stream whose last sum has not been made yet: who can make it on the way saves a pass."""
-        if not isinstance(chosen, Packed) or not self.leaves_holes or not puts(x):
+        if not isinstance(chosen, Packed) or not self.keeps_input or not puts(x):
             y = chosen.padded(stream.sum) if isinstance(chosen, Packed) else stream.sum
-            return self.fill(layer, group, x, chosen, y, stats)
-        lens = stats.fast_lens
-        moments = None if lens is None else lens.moments(x, chosen)
+            return self.restore(layer, group, x, chosen, y, ctx)
+        logit_lens = ctx.fused_logit_lens
+        moments = None if logit_lens is None else logit_lens.moments(x, chosen)
         filled = fused_put(x, chosen, stream, moments)
-        if lens is not None and moments is not None:
-            lens.filled = Filled(filled, chosen)
+        if logit_lens is not None and moments is not None:
+            logit_lens.filled = Filled(filled, chosen)
         return filled
 
     @property
-    def leaves_holes(self) -> bool:
+    def keeps_input(self) -> bool:
         """Whether tokens that were not chosen stay as they are."""
-        return type(self).fill is Policy.fill
+        return type(self).restore is Policy.restore
 
-    def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
+    def finalize(self, x: Tensor, ctx: ScaleContext) -> tuple[Tensor, Tensor | None]:
         """Last word on the hidden state; a weight [B, N] of 0 makes a cell add nothing."""
         return x, None
 
-    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
+    def on_logits(self, x: Tensor, raw: Tensor, logits: Tensor, ctx: ScaleContext) -> None:
         """See what came out: x [R, N, C], the logits of every row, and the guided logits."""
 
-    def report(self, stats: Stats) -> dict[str, Tensor]:
+    def report(self, ctx: ScaleContext) -> dict[str, Tensor]:
         """What the host will want to know of this scale: tensors with an entry for every image at work."""
         return {}
 
-    def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
+    def on_report(self, ctx: ScaleContext, report: Mapping[str, Numbers]) -> None:
         """The scale has been run, or soon will be: whoever asks for a number waits for it, so ask late."""
 
     @property
@@ -219,16 +223,16 @@ class Policy:
     def rehearse(self, number: int) -> None:
         """Decide for this call so that it is one of them, whatever the pictures are like."""
 
-    def told(self, name: str, numbers: list[float] | Tensor) -> Tensor:
+    def upload(self, name: str, numbers: list[float] | Tensor) -> Tensor:
         """Numbers that the host gives or makes, on the device at a fixed place, where a captured scale reads them."""
-        return self.numbers.tell(name, numbers, self.context.device)
+        return self.uploads.upload(name, numbers, self.context.device)
 
-    def of_rows(self, rows: Rows, numbers: Tensor) -> Tensor:
+    def gather_rows(self, rows: Rows, numbers: Tensor) -> Tensor:
         """Those of the images at work, out of one per image of the call."""
         everyone = len(rows.which) == self.context.images
         return numbers if everyone else numbers[torch.tensor(rows.which, device=numbers.device)]
 
-    def added(self, features: Tensor, stats: Stats) -> None:
+    def on_features(self, features: Tensor, ctx: ScaleContext) -> None:
         """See the maps of all images with this scale's codes in them; `context.decode` makes pictures of them."""
 
     def activation(self, image: int) -> Activation:
@@ -245,7 +249,7 @@ class Policy:
     def release(self) -> None:
         """The run is over: let go of caches and of the model, keep what the trace asks for."""
         self.context = dataclasses.replace(self.context, decode=None)
-        self.memory, self.numbers = TokenCaches(), HostNumbers()
+        self.memory, self.uploads = TokenCaches(), DeviceInputs()
 
 
 @dataclass(frozen=True)
@@ -264,9 +268,9 @@ class Method(ABC):
                 object.__setattr__(self, f.name, read(getattr(self, f.name), f"{self.name}: {f.name}"))
 
     @abstractmethod
-    def start(self, context: Context) -> Policy: ...
+    def start(self, context: PolicyContext) -> Policy: ...
 
-    def begin(self, context: Context) -> Policy:
+    def begin(self, context: PolicyContext) -> Policy:
         """`start`, for those who run it."""
         policy = self.start(context)
         if not isinstance(policy, Policy):

@@ -10,8 +10,18 @@ from torch import Tensor
 
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
-from nextscale.methods.device_inputs import HostNumbers
+from nextscale.methods.base import (
+    Activation,
+    Decision,
+    Group,
+    Method,
+    Numbers,
+    Policy,
+    PolicyContext,
+    ScaleContext,
+    ScalePlan,
+)
+from nextscale.methods.device_inputs import DeviceInputs
 from nextscale.methods.selection import Selection
 from nextscale.methods.token_cache import TokenCaches
 from nextscale.methods.validation import check_plan
@@ -38,9 +48,9 @@ class Compose(Method):
         if not flat:
             raise NextscaleError("compose needs at least one method")
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         policies = [part.begin(context) for part in self.parts]
-        selecting = [p for p in policies if not p.looks_away]
+        selecting = [p for p in policies if not p.is_passthrough]
         if len(selecting) > 1:
             names = " and ".join(m.name for m, p in zip(self.parts, policies, strict=True) if p in selecting)
             raise NextscaleError(f"{names} both select tokens, and a composition has room for one such method")
@@ -51,12 +61,12 @@ class Compose(Method):
 
 
 class ComposedPolicy(Policy):
-    def __init__(self, context: Context, policies: list[Policy], selecting: Policy) -> None:
+    def __init__(self, context: PolicyContext, policies: list[Policy], selecting: Policy) -> None:
         self.policies, self.selecting = policies, selecting
         super().__init__(context)
         self.method = tuple(p.method for p in policies)
         others = [p for p in policies if p is not selecting]
-        host = all(type(p).end_scale is Policy.end_scale for p in others)
+        host = all(type(p).on_logits is Policy.on_logits for p in others)
         self.capturable = selecting.capturable and host
 
     @property
@@ -68,12 +78,12 @@ class ComposedPolicy(Policy):
         self.selecting.memory = memory
 
     @property
-    def numbers(self) -> HostNumbers:
-        return self.selecting.numbers
+    def uploads(self) -> DeviceInputs:
+        return self.selecting.uploads
 
-    @numbers.setter
-    def numbers(self, numbers: HostNumbers) -> None:
-        self.selecting.numbers = numbers
+    @uploads.setter
+    def uploads(self, uploads: DeviceInputs) -> None:
+        self.selecting.uploads = uploads
 
     @property
     def passive(self) -> bool:
@@ -86,8 +96,8 @@ class ComposedPolicy(Policy):
         return None if None in parts else parts[0] if len(parts) == 1 else parts
 
     @property
-    def looks_away(self) -> bool:
-        return self.selecting.looks_away
+    def is_passthrough(self) -> bool:
+        return self.selecting.is_passthrough
 
     @property
     def watches(self) -> bool:
@@ -96,8 +106,8 @@ class ComposedPolicy(Policy):
     def expected_tokens(self) -> int:
         return min(p.expected_tokens() for p in self.policies)
 
-    def begin_scale(self, scale: Scale) -> ScalePlan:
-        plans = [p.begin_scale(scale) for p in self.policies]
+    def plan_scale(self, scale: Scale) -> ScalePlan:
+        plans = [p.plan_scale(scale) for p in self.policies]
         c = self.context
         for policy, plan in zip(self.policies, plans, strict=True):
             check_plan(policy, plan, c.images, c.parts, c.schedule.tokens)
@@ -110,37 +120,39 @@ class ComposedPolicy(Policy):
             capacity=min(p.capacity for p in plans),
             groups=chosen.groups,
             needs=frozenset().union(*(p.needs for p in plans)),
-            looks=chosen.looks,
+            needs_hidden=chosen.needs_hidden,
             variant=chosen.variant,
         )
 
-    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
-        return self.selecting.select(layer, group, x, stats)
+    def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
+        return self.selecting.select(layer, group, x, ctx)
 
-    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
-        return self.selecting.fill(layer, group, x, chosen, y, stats)
-
-    def fill_stream(
-        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, stats: Stats
+    def restore(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, ctx: ScaleContext
     ) -> Tensor:
-        return self.selecting.fill_stream(layer, group, x, chosen, stream, stats)
+        return self.selecting.restore(layer, group, x, chosen, y, ctx)
 
-    def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
-        return self.selecting.complete(x, stats)
+    def restore_residual(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, ctx: ScaleContext
+    ) -> Tensor:
+        return self.selecting.restore_residual(layer, group, x, chosen, stream, ctx)
 
-    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
+    def finalize(self, x: Tensor, ctx: ScaleContext) -> tuple[Tensor, Tensor | None]:
+        return self.selecting.finalize(x, ctx)
+
+    def on_logits(self, x: Tensor, raw: Tensor, logits: Tensor, ctx: ScaleContext) -> None:
         for policy in self.policies:
-            policy.end_scale(x, raw, logits, stats)
+            policy.on_logits(x, raw, logits, ctx)
 
-    def report(self, stats: Stats) -> dict[str, Tensor]:
-        return self.selecting.report(stats)
+    def report(self, ctx: ScaleContext) -> dict[str, Tensor]:
+        return self.selecting.report(ctx)
 
-    def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
-        self.selecting.reported(stats, report)
+    def on_report(self, ctx: ScaleContext, report: Mapping[str, Numbers]) -> None:
+        self.selecting.on_report(ctx, report)
 
-    def added(self, features: Tensor, stats: Stats) -> None:
+    def on_features(self, features: Tensor, ctx: ScaleContext) -> None:
         for policy in self.policies:
-            policy.added(features, stats)
+            policy.on_features(features, ctx)
 
     def activation(self, image: int) -> Activation:
         """That of the first part which has one: methods that select tokens come first."""

@@ -1,4 +1,4 @@
-"""Numbers of the host on the device, at places that stay: a captured scale knows them."""
+"""Host numbers on the device, in static buffers that a captured scale reads."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.kernels.pinned_copy import carry
+from nextscale.kernels.pinned_copy import copy_pinned
 
 
-class HostNumbers(dict[str, Tensor]):
-    """By name."""
+class DeviceInputs(dict[str, Tensor]):
+    """Device tensors by name."""
 
-    def tell(self, name: str, numbers: list[float] | Tensor, device: torch.device) -> Tensor:
+    def upload(self, name: str, numbers: list[float] | Tensor, device: torch.device) -> Tensor:
         new = numbers
         if not isinstance(new, Tensor):  # from pinned memory they are copied without waiting
             new = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
@@ -24,39 +24,39 @@ class HostNumbers(dict[str, Tensor]):
         return self[name]
 
 
-class FetchedNumbers(HostNumbers):
-    """Lists that a scale fetches from the host's memory when it is run: to tell them is to write them down.
+class FetchedInputs(DeviceInputs):
+    """Lists that a scale fetches from pinned memory when it runs: to upload them is to write them down.
 
-    Every scale has a place there of its own, for the host may be some scales ahead.
+    Every scale has its own line there, since the host may be some scales ahead.
     """
 
     def __init__(self, scales: int) -> None:
         super().__init__()
         self.scales = scales
-        self.told: dict[str, list[float]] = {}  # in the call at work
-        self.places: dict[str, tuple[Tensor, np.ndarray]] = {}  # [scales, numbers], and the same memory as an array
+        self.pending: dict[str, list[float]] = {}  # of the current call
+        self.pinned: dict[str, tuple[Tensor, np.ndarray]] = {}  # [scales, numbers], and the same memory as an array
 
-    def begin(self) -> None:
-        """Another call."""
-        self.told.clear()
+    def reset(self) -> None:
+        """Begin another call."""
+        self.pending.clear()
 
-    def tell(self, name: str, numbers: list[float] | Tensor, device: torch.device) -> Tensor:
+    def upload(self, name: str, numbers: list[float] | Tensor, device: torch.device) -> Tensor:
         if isinstance(numbers, Tensor):
-            return super().tell(name, numbers, device)
-        if name not in self.places:
+            return super().upload(name, numbers, device)
+        if name not in self.pinned:
             self[name] = torch.zeros(len(numbers), dtype=torch.float64, device=device)
-            place = torch.zeros(self.scales, len(numbers), dtype=torch.float64, pin_memory=device.type == "cuda")
-            self.places[name] = place, place.numpy()
+            pinned = torch.zeros(self.scales, len(numbers), dtype=torch.float64, pin_memory=device.type == "cuda")
+            self.pinned[name] = pinned, pinned.numpy()
         if len(self[name]) != len(numbers):
-            raise NextscaleError(f"{name!r} was told as {len(self[name])} numbers, and is {len(numbers)} now")
-        self.told[name] = numbers
+            raise NextscaleError(f"{name!r} was uploaded as {len(self[name])} numbers, and is {len(numbers)} now")
+        self.pending[name] = numbers
         return self[name]
 
-    def put(self, scale: int) -> None:
-        """To where the scale will look for them."""
-        for name, numbers in self.told.items():
-            self.places[name][1][scale] = numbers
+    def stage(self, scale: int) -> None:
+        """Write the numbers where this scale will fetch them."""
+        for name, numbers in self.pending.items():
+            self.pinned[name][1][scale] = numbers
 
     def fetch(self, scale: int) -> None:
-        for name in self.told:
-            carry(self[name], self.places[name][0][scale])
+        for name in self.pending:
+            copy_pinned(self[name], self.pinned[name][0][scale])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Method, Policy, ScalePlan
+from nextscale.methods.base import Activation, Method, Policy, PolicyContext, ScalePlan
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class DropGuidance(Method):
         super().__post_init__()
         self.require("from_scale", 1, 1000)
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         if not context.sampling.guided_until:
             raise NextscaleError("drop_guidance needs a guided run, and guidance_scale switches guidance off")
         if self.from_scale > len(context.schedule):
@@ -33,11 +33,11 @@ class DropGuidance(Method):
 
 
 class DropGuidancePolicy(Policy):
-    def __init__(self, context: Context, method: DropGuidance) -> None:
+    def __init__(self, context: PolicyContext, method: DropGuidance) -> None:
         super().__init__(context)
         self.from_scale = method.from_scale
 
-    def begin_scale(self, scale: Scale) -> ScalePlan:
+    def plan_scale(self, scale: Scale) -> ScalePlan:
         if scale.index + 1 < self.from_scale:
             return self.plan(scale)
         return self.plan(scale, guided=(False,) * self.context.images)

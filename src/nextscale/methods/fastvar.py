@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.base import Activation, Group, Method, Policy, PolicyContext, ScaleContext, ScalePlan
 from nextscale.methods.selection import Selection, scatter, topk_select
 from nextscale.methods.tables import read_table, relative_ratio
 
@@ -37,7 +37,7 @@ class FastVAR(Method):
         self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
         read_table(self.scale_table)
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         policy = FastVARPolicy(context, self)
         if policy.ratios[0]:
             raise NextscaleError(
@@ -49,7 +49,7 @@ class FastVAR(Method):
 class FastVARPolicy(Policy):
     capturable = True
 
-    def __init__(self, context: Context, method: FastVAR) -> None:
+    def __init__(self, context: PolicyContext, method: FastVAR) -> None:
         super().__init__(context)
         self.method = method
         scales = len(context.schedule)
@@ -61,25 +61,27 @@ class FastVARPolicy(Policy):
     def expected_tokens(self) -> int:
         return 0
 
-    def begin_scale(self, scale: Scale) -> ScalePlan:
+    def plan_scale(self, scale: Scale) -> ScalePlan:
         action = "skip" if self.ratios[scale.index] >= 1 else "run"
         groups = tuple((part,) for part in self.context.parts)  # each sub-layer selects for itself
         return self.plan(scale, actions=(action,) * self.context.images, groups=groups)
 
-    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
-        ratio = self.ratios[stats.scale.index]
+    def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
+        ratio = self.ratios[ctx.scale.index]
         if not ratio or layer not in self.layers:
             return None
-        kept = stats.scale.tokens - int(stats.scale.tokens * ratio)
+        kept = ctx.scale.tokens - int(ctx.scale.tokens * ratio)
         score = (x - x.mean(dim=1, keepdim=True)).square().sum(-1)  # every row for itself, as in the original
         return topk_select(score, torch.full((len(x),), kept, device=x.device))
 
-    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
+    def restore(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, ctx: ScaleContext
+    ) -> Tensor:
         if chosen is None:
-            if stats.scale.index == self.first - 1 and layer in self.layers:
-                self.memory[layer, group].store(stats.rows, stats.scale.grid, y - x)
+            if ctx.scale.index == self.first - 1 and layer in self.layers:
+                self.memory[layer, group].store(ctx.rows, ctx.scale.grid, y - x)
             return y
-        cached = self.memory[layer, group].read(stats.rows, stats.scale.grid, self.method.restore_mode)
+        cached = self.memory[layer, group].read(ctx.rows, ctx.scale.grid, self.method.restore_mode)
         assert cached is not None, "every image ran the cached scale"
         return scatter(x + cached, chosen, y)
 

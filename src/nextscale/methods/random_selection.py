@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nextscale.engine.schedule import Scale
-from nextscale.methods.base import Context, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.base import Group, Method, Policy, PolicyContext, ScaleContext, ScalePlan
 from nextscale.methods.compose import ComposedPolicy
 from nextscale.methods.nova import NOVA
 from nextscale.methods.selection import Selection, topk_select
@@ -30,7 +30,7 @@ class RandomSelection(Method):
         super().__post_init__()
         self.require("seed", 0, 2**31)
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         return RandomPolicy(context, self.like.begin(context), self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class RandomSelection(Method):
 
 
 class RandomPolicy(ComposedPolicy):
-    def __init__(self, context: Context, like: Policy, method: RandomSelection) -> None:
+    def __init__(self, context: PolicyContext, like: Policy, method: RandomSelection) -> None:
         super().__init__(context, [like], like)
         self.method = method
 
@@ -48,11 +48,11 @@ class RandomPolicy(ComposedPolicy):
         like = super().structure
         return None if like is None else (RandomSelection, like)
 
-    def begin_scale(self, scale: Scale) -> ScalePlan:
-        plan = super().begin_scale(scale)
-        if plan.looks:  # told here, for a captured scale cannot draw them
+    def plan_scale(self, scale: Scale) -> ScalePlan:
+        plan = super().plan_scale(scale)
+        if plan.needs_hidden:  # told here, for a captured scale cannot draw them
             noise = [self._noise(scale, layer, group) for layer in range(self.context.depth) for group in plan.groups]
-            self.told(f"noise {scale.index}", torch.stack(noise))
+            self.upload(f"noise {scale.index}", torch.stack(noise))
         self.groups = plan.groups
         return plan
 
@@ -62,9 +62,9 @@ class RandomPolicy(ComposedPolicy):
         generator = torch.Generator().manual_seed(int.from_bytes(key, "little") % (2**31 - 1))
         return torch.rand(scale.tokens, generator=generator, dtype=torch.float32)
 
-    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
-        chosen = super().select(layer, group, x, stats)
+    def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
+        chosen = super().select(layer, group, x, ctx)
         if chosen is None:
             return None
-        noise = self.numbers[f"noise {stats.scale.index}"][layer * len(self.groups) + self.groups.index(group)]
+        noise = self.uploads[f"noise {ctx.scale.index}"][layer * len(self.groups) + self.groups.index(group)]
         return topk_select(noise.expand(len(x), -1), chosen.count)

@@ -8,7 +8,7 @@ from torch import Tensor
 from nextscale.engine.schedule import Scale
 from nextscale.kernels.logit_lens import Filled
 from nextscale.kernels.restore import MODES, fused_record, fused_restore, puts
-from nextscale.methods.base import Context, Group, Policy, Stats
+from nextscale.methods.base import Group, Policy, PolicyContext, ScaleContext
 from nextscale.methods.selection import Packed, Selection, gather, scatter
 from nextscale.models.residual import Stream
 
@@ -23,7 +23,7 @@ class CachedPolicy(Policy):
 
     def __init__(
         self,
-        context: Context,
+        context: PolicyContext,
         kind: str = "residual",
         restore_mode: str = "nearest",
         after: int = 0,
@@ -41,15 +41,17 @@ class CachedPolicy(Policy):
         """Whether a later scale may need what this one leaves behind."""
         return self.after <= scale.index < len(self.context.schedule) - 1
 
-    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
+    def restore(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, ctx: ScaleContext
+    ) -> Tensor:
         if self.kind == "zero":
-            return super().fill(layer, group, x, chosen, y, stats)
-        if chosen is None and not self.records(stats.scale):
+            return super().restore(layer, group, x, chosen, y, ctx)
+        if chosen is None and not self.records(ctx.scale):
             return y
-        cache, rows, grid = self.memory["added", layer, group], stats.rows, stats.scale.grid
+        cache, rows, grid = self.memory["added", layer, group], ctx.rows, ctx.scale.grid
         cached = None if chosen is None else cache.read(rows, grid, self.restore_mode)
         filled, new = self._restored(None if cached is None else cached.to(x.dtype), x, chosen, y)
-        if self.records(stats.scale):
+        if self.records(ctx.scale):
             # Kept as exactly as the layers compute: at a high resolution this is most of a run's memory.
             cache.store(rows, grid, new.to(self.context.dtype))
         return filled
@@ -57,32 +59,32 @@ class CachedPolicy(Policy):
     @property
     def fills_plainly(self) -> bool:
         """Whether nothing is done to the holes but to fill them."""
-        return type(self).fill is CachedPolicy.fill
+        return type(self).restore is CachedPolicy.restore
 
     @property
-    def leaves_holes(self) -> bool:
+    def keeps_input(self) -> bool:
         return self.fills_plainly and self.kind == "zero"
 
-    def fill_stream(
-        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, stats: Stats
+    def restore_residual(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, ctx: ScaleContext
     ) -> Tensor:
         if self.kind != "residual" or not self.fills_plainly or not puts(x):
-            return super().fill_stream(layer, group, x, chosen, stream, stats)
-        cache, rows, grid = self.memory["added", layer, group], stats.rows, stats.scale.grid
-        newest, lens = cache.newest(rows), stats.fast_lens
-        new = cache.place(rows, grid, x, self.context.dtype) if self.records(stats.scale) else None
+            return super().restore_residual(layer, group, x, chosen, stream, ctx)
+        cache, rows, grid = self.memory["added", layer, group], ctx.rows, ctx.scale.grid
+        newest, logit_lens = cache.newest(rows), ctx.fused_logit_lens
+        new = cache.place(rows, grid, x, self.context.dtype) if self.records(ctx.scale) else None
         if chosen is None and new is not None:
-            if lens is not None:
-                lens.forget()  # x will not be what it saw
+            if logit_lens is not None:
+                logit_lens.forget()  # x will not be what it saw
             filled = fused_record(x, stream, new)
         elif isinstance(chosen, Packed) and newest is not None and self.restore_mode in MODES:
             grids, mode = (newest.grid, grid), self.restore_mode
-            moments = None if lens is None else lens.moments(x, chosen)
+            moments = None if logit_lens is None else logit_lens.moments(x, chosen)
             filled = fused_restore(x, newest.maps, grids, mode, chosen, stream, new, moments)
-            if lens is not None and moments is not None:
-                lens.filled = Filled(filled, chosen, newest.maps, grids, mode)
+            if logit_lens is not None and moments is not None:
+                logit_lens.filled = Filled(filled, chosen, newest.maps, grids, mode)
         else:
-            return super().fill_stream(layer, group, x, chosen, stream, stats)
+            return super().restore_residual(layer, group, x, chosen, stream, ctx)
         if new is not None:
             cache.store(rows, grid, new)
         return filled
@@ -101,14 +103,14 @@ class CachedPolicy(Policy):
         # What a dropped token received ages with it.
         return scatter(x + cached, chosen, y), scatter(cached, chosen, y - gather(x, chosen))
 
-    def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
+    def finalize(self, x: Tensor, ctx: ScaleContext) -> tuple[Tensor, Tensor | None]:
         """A restored state predicts what was right one scale before. Where bits correct each other from scale to
         scale, as they do in flat areas, that is wrong, and adding "nothing" does less harm than a sample."""
         self.computed = None
-        taken = [next(iter(chosen.values())) for chosen in stats.chosen]
+        taken = [next(iter(chosen.values())) for chosen in ctx.chosen]
         reduced = {id(chosen): chosen for chosen in taken if chosen is not None}.values()  # layers may share one
         if self.uncomputed == "sample" or not reduced:
             return x, None
-        masks = torch.stack([chosen.mask(stats.scale.tokens) for chosen in reduced])
-        self.computed = masks.all(0)[: stats.rows.images]
+        masks = torch.stack([chosen.mask(ctx.scale.tokens) for chosen in reduced])
+        self.computed = masks.all(0)[: ctx.rows.images]
         return x, self.computed.float()

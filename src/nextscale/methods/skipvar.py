@@ -13,7 +13,7 @@ from torch import Tensor
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError, choices
 from nextscale.io.reading import read_json
-from nextscale.methods.base import Activation, Context, Method, Policy, ScalePlan, Stats
+from nextscale.methods.base import Activation, Method, Policy, PolicyContext, ScaleContext, ScalePlan
 from nextscale.methods.package_data import stored, stored_names
 
 
@@ -59,7 +59,7 @@ class SkipVAR(Method):
         self.require("at", 0, 1, above=True, below=True)
         self.require("preview", 0, 1, above=True)
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         if not self.decision:
             raise NextscaleError(
                 f"skipvar needs a fitted decision: give decision={choices(stored_names('decision'))} or a JSON file"
@@ -108,7 +108,7 @@ def high_frequency_share(images: Tensor, radius: float = 0.4) -> Tensor:
 
 
 class SkipVARPolicy(Policy):
-    def __init__(self, context: Context, method: SkipVAR, skip: Stage, uncond: Stage | None) -> None:
+    def __init__(self, context: PolicyContext, method: SkipVAR, skip: Stage, uncond: Stage | None) -> None:
         super().__init__(context)
         scales = list(context.schedule)
         self.skip, self.uncond = skip, uncond
@@ -120,7 +120,7 @@ class SkipVARPolicy(Policy):
         self.stop_at = [len(scales)] * context.images
         self.unguided_from = [len(scales)] * context.images
 
-    def begin_scale(self, scale: Scale) -> ScalePlan:
+    def plan_scale(self, scale: Scale) -> ScalePlan:
         guided = self.context.sampling.guided_until
         return self.plan(
             scale,
@@ -128,13 +128,13 @@ class SkipVARPolicy(Policy):
             guided=tuple(scale.index < min(guided, at) for at in self.unguided_from),
         )
 
-    def added(self, features: Tensor, stats: Stats) -> None:
-        if stats.scale.index == self.decides - 1:
+    def on_features(self, features: Tensor, ctx: ScaleContext) -> None:
+        if ctx.scale.index == self.decides - 1:
             self.old = features
-        elif stats.scale.index == self.decides:
-            self._decide(features, stats)
+        elif ctx.scale.index == self.decides:
+            self._decide(features, ctx)
 
-    def _decide(self, features: Tensor, stats: Stats) -> None:
+    def _decide(self, features: Tensor, ctx: ScaleContext) -> None:
         assert self.old is not None
         new, old = self._picture(features), self._picture(self.old)
         values = torch.stack((gradient_change(new, old), high_frequency_share(new)), dim=1).tolist()
@@ -142,7 +142,7 @@ class SkipVARPolicy(Policy):
         if self.rehearsed is not None:
             self.unguided_from = [self.rehearsed] * self.context.images
             return
-        for image in stats.rows.which:
+        for image in ctx.rows.which:
             self.features[image] = values[image]
             left_out = self.skip(values[image][: len(self.skip.mean)])
             self.stop_at[image] = max(last - left_out, self.decides + 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from nextscale.engine.schedule import Grid, Scale
 from nextscale.engine.state import Rows
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Group, Method, Policy, Stats
+from nextscale.methods.base import Activation, Group, Method, Policy, PolicyContext, ScaleContext
 from nextscale.methods.selection import Selection, for_rows, gather, topk_select
 from nextscale.methods.token_cache import store_chosen
 
@@ -42,7 +42,7 @@ class SparseVAR(Method):
         self.require("similarity", -1, 1)
         self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         policy = SparseVARPolicy(context, self)
         if policy.first < 1:
             raise NextscaleError(f"sparsevar cannot start at the first of {len(context.schedule)} scales")
@@ -52,7 +52,7 @@ class SparseVAR(Method):
 class SparseVARPolicy(Policy):
     capturable = True
 
-    def __init__(self, context: Context, method: SparseVAR) -> None:
+    def __init__(self, context: PolicyContext, method: SparseVAR) -> None:
         super().__init__(context)
         self.method = method
         self.first = math.ceil(method.start_scale * len(context.schedule) - 1e-9) - 1  # index of the first sparse scale
@@ -65,16 +65,16 @@ class SparseVARPolicy(Policy):
     def expected_tokens(self) -> int:
         return 0
 
-    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
-        if stats.scale.index < self.first:
+    def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
+        if ctx.scale.index < self.first:
             self.chosen = self.keep = None
         elif layer == 0:
-            self._decide(stats)
+            self._decide(ctx)
         return self.chosen
 
-    def _decide(self, stats: Stats) -> None:
+    def _decide(self, ctx: ScaleContext) -> None:
         """One selection for the whole scale."""
-        m, grid, images = self.method, stats.scale.grid, Rows(stats.rows.which, ())
+        m, grid, images = self.method, ctx.scale.grid, Rows(ctx.rows.which, ())
         change = self.memory["change"].read(images, grid, m.restore_mode)
         assert change is not None, "every image ran the scale before"
         low = change[..., 0] < m.tau * change[..., 0].amax(1, keepdim=True)
@@ -84,27 +84,29 @@ class SparseVARPolicy(Policy):
         keep = ~low | self._anchors(grid, low.device)
         self.memory["excluded"].store(images, grid, (~keep).float()[..., None])
         self.keep = keep
-        self.chosen = for_rows(stats.rows, functools.partial(topk_select, keep.float(), keep.sum(1)))
+        self.chosen = for_rows(ctx.rows, functools.partial(topk_select, keep.float(), keep.sum(1)))
 
     def _anchors(self, grid: Grid, device: torch.device) -> Tensor:
         rows, columns = (torch.arange(n, device=device) % self.method.anchor == 0 for n in grid)
         return (rows[:, None] & columns).flatten()
 
-    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
-        scale, images = stats.scale, stats.rows.images
+    def restore(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, ctx: ScaleContext
+    ) -> Tensor:
+        scale, images = ctx.scale, ctx.rows.images
         if layer == self.block and self.first - 1 <= scale.index < len(self.context.schedule) - 1:
             own = None if chosen is None else chosen.first(images)
             moved = (y[:images] - gather(x[:images], own)).square().mean(-1, keepdim=True)
-            which = Rows(stats.rows.which, ())
+            which = Rows(ctx.rows.which, ())
             store_chosen(self.memory["change"], which, scale.grid, own, moved, self.method.restore_mode)
-        return super().fill(layer, group, x, chosen, y, stats)
+        return super().restore(layer, group, x, chosen, y, ctx)
 
-    def complete(self, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
+    def finalize(self, x: Tensor, ctx: ScaleContext) -> tuple[Tensor, Tensor | None]:
         """Excluded cells take the state of the anchor whose earlier logits are most like theirs."""
         if self.keep is None:
             return x, None
-        m, grid = self.method, stats.scale.grid
-        before = self.memory["logits"].read(Rows(stats.rows.which, ()), grid, m.restore_mode)
+        m, grid = self.method, ctx.scale.grid
+        before = self.memory["logits"].read(Rows(ctx.rows.which, ()), grid, m.restore_mode)
         assert before is not None
         across, down = (torch.arange(0, n, m.anchor, device=x.device) for n in reversed(grid))
         anchors = (down[:, None] * grid[1] + across).flatten()
@@ -114,16 +116,16 @@ class SparseVARPolicy(Policy):
         tied = likeness >= likeness.amax(-1, keepdim=True) - 1e-5
         nearest = (tied * torch.arange(len(anchors), 0, -1, device=x.device)).argmax(dim=-1)
         likeness = likeness.gather(2, nearest[..., None])[..., 0]
-        own = torch.arange(stats.scale.tokens, device=x.device).expand_as(nearest)
+        own = torch.arange(ctx.scale.tokens, device=x.device).expand_as(nearest)
         copied = ~self.keep & (likeness >= m.similarity)
         source = torch.where(copied, anchors[nearest], own)
-        x = gather(x, Selection(stats.rows.spread(source), torch.full((len(x),), source.shape[1], device=x.device)))
+        x = gather(x, Selection(ctx.rows.spread(source), torch.full((len(x),), source.shape[1], device=x.device)))
         return x, (self.keep | copied).to(x.dtype)
 
-    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
-        scale: Scale = stats.scale
+    def on_logits(self, x: Tensor, raw: Tensor, logits: Tensor, ctx: ScaleContext) -> None:
+        scale: Scale = ctx.scale
         if self.first - 1 <= scale.index < len(self.context.schedule) - 1:
-            self.memory["logits"].store(Rows(stats.rows.which, ()), scale.grid, raw[: stats.rows.images].flatten(2))
+            self.memory["logits"].store(Rows(ctx.rows.which, ()), scale.grid, raw[: ctx.rows.images].flatten(2))
 
     def activation(self, image: int) -> Activation:
         return Activation(scale=self.first + 1, reason="fixed")

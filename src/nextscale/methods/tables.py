@@ -53,7 +53,7 @@ def _checked(entries: Table, where: str) -> Table:
 
 def relative_ratio(table: Table, place: float) -> float:
     """The ratio of the entry nearest to a relative scale; 0 before the first one."""
-    step = table[1][0] - table[0][0] if len(table) > 1 else 0.1
-    if place < table[0][0] - step / 2:
+    output = table[1][0] - table[0][0] if len(table) > 1 else 0.1
+    if place < table[0][0] - output / 2:
         return 0.0
     return min(table, key=lambda entry: abs(entry[0] - place))[1]

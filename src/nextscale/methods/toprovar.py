@@ -12,7 +12,17 @@ from torch import Tensor
 from nextscale.engine.schedule import Scale
 from nextscale.engine.state import Rows
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
+from nextscale.methods.base import (
+    Activation,
+    Decision,
+    Group,
+    Method,
+    Numbers,
+    Policy,
+    PolicyContext,
+    ScaleContext,
+    ScalePlan,
+)
 from nextscale.methods.restore import CachedPolicy
 from nextscale.methods.selection import Selection, for_rows, topk_select
 from nextscale.methods.token_cache import store_chosen
@@ -52,14 +62,14 @@ class ToProVAR(Method):
         if self.a_min > self.a_max:
             raise NextscaleError(f"toprovar: a_min = {self.a_min} must not exceed a_max = {self.a_max}")
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         return ToProVARPolicy(context, self)
 
 
 class ToProVARPolicy(CachedPolicy):
     capturable = True
 
-    def __init__(self, context: Context, method: ToProVAR) -> None:
+    def __init__(self, context: PolicyContext, method: ToProVAR) -> None:
         self.landmark = max(round(method.representative * len(context.schedule)), 2) - 1  # index of that scale
         super().__init__(context, "residual", method.restore_mode, self.landmark, method.uncomputed)
         self.method = method
@@ -76,18 +86,18 @@ class ToProVARPolicy(CachedPolicy):
 
     # Between scales, on the host
 
-    def begin_scale(self, scale: Scale) -> ScalePlan:
+    def plan_scale(self, scale: Scale) -> ScalePlan:
         if scale.index > self.landmark:  # before, nothing depends on them, and the device need not be waited for
             self._read()
         needs = frozenset({"attention_entropy"}) if scale.index < len(self.context.schedule) - 1 else frozenset()
         active = tuple(self._active(image, scale) for image in range(self.context.images))
         if not any(active):
             return self.plan(scale, needs=needs)
-        self.told("active", [float(a) for a in active])
+        self.upload("active", [float(a) for a in active])
         if not self.method.token_stage:
             n = scale.tokens
             order = torch.rand(n, generator=torch.Generator().manual_seed(n), dtype=torch.float32)
-            self.told(f"order {n}", order.double())
+            self.upload(f"order {n}", order.double())
         return self.plan(scale, needs=needs, variant="reduced")
 
     def _read(self) -> None:
@@ -120,51 +130,51 @@ class ToProVARPolicy(CachedPolicy):
 
     # Inside a scale, on the device
 
-    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
-        rows, scale = stats.rows, stats.scale
+    def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
+        rows, scale = ctx.rows, ctx.scale
         if not any(self._active(image, scale) for image in rows.which):
             return None
         m, n = self.method, scale.tokens
-        tendency = self._entropy(layer, stats)
+        tendency = self._entropy(layer, ctx)
         tendency = tendency / tendency.mean(1, keepdim=True)
         if not m.token_stage:
             tendency = torch.ones_like(tendency)
         if m.layer_stage:
-            dominance = self.of_rows(rows, self.numbers["dominance"])[:, layer].to(x.dtype)
+            dominance = self.gather_rows(rows, self.uploads["dominance"])[:, layer].to(x.dtype)
             # Eq. 4: 1 = a detail layer, which is thinned; 0 = a global one, whose map has one dominant direction.
             tendency = tendency * torch.exp(-m.beta * (dominance - 1))[:, None]
         tendency = tendency * ((scale.index + 1) / len(self.context.schedule))
         keep = 1 - (m.a_min + (m.a_max - m.a_min) * tendency).clamp(0, 1)
         count = keep.double().sum(1).round().long().clamp(1, n)
-        count = torch.where(self.of_rows(rows, self.numbers["active"]) > 0, count, n)
-        order = -tendency if m.token_stage else self.numbers[f"order {n}"].expand_as(tendency)
+        count = torch.where(self.gather_rows(rows, self.uploads["active"]) > 0, count, n)
+        order = -tendency if m.token_stage else self.uploads[f"order {n}"].expand_as(tendency)
         return for_rows(rows, functools.partial(topk_select, order, count))
 
-    def _entropy(self, layer: int, stats: Stats) -> Tensor:
+    def _entropy(self, layer: int, ctx: ScaleContext) -> Tensor:
         """Attention entropy of every token, [B, N], as far as it is known before the layer has run."""
-        images, grid = Rows(stats.rows.which, ()), stats.scale.grid
+        images, grid = Rows(ctx.rows.which, ()), ctx.scale.grid
         source = layer
         if self.method.entropy_from == "previous_layer" and layer > 0:
             source = layer - 1
-            if len(stats.attention_entropy) == layer:  # of this very scale; the last scale has only the one before
-                self._store(source, stats)
+            if len(ctx.attention_entropy) == layer:  # of this very scale; the last scale has only the one before
+                self._store(source, ctx)
         found = self.memory["entropy", source].read(images, grid, self.method.restore_mode)
         assert found is not None, "a reduced scale follows complete ones"
         return found[..., 0]
 
-    def _store(self, layer: int, stats: Stats) -> None:
-        entropy = stats.attention_entropy[layer][..., None]
-        chosen = stats.chosen[layer]["self"]
+    def _store(self, layer: int, ctx: ScaleContext) -> None:
+        entropy = ctx.attention_entropy[layer][..., None]
+        chosen = ctx.chosen[layer]["self"]
         own = None if chosen is None else chosen.first(len(entropy))
-        images = Rows(stats.rows.which, ())
-        store_chosen(self.memory["entropy", layer], images, stats.scale.grid, own, entropy, self.method.restore_mode)
+        images = Rows(ctx.rows.which, ())
+        store_chosen(self.memory["entropy", layer], images, ctx.scale.grid, own, entropy, self.method.restore_mode)
 
-    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
-        if not stats.attention_entropy:
+    def on_logits(self, x: Tensor, raw: Tensor, logits: Tensor, ctx: ScaleContext) -> None:
+        if not ctx.attention_entropy:
             return
-        images, scale = Rows(stats.rows.which, ()), stats.scale
+        images, scale = Rows(ctx.rows.which, ()), ctx.scale
         for layer in range(self.context.depth):
-            self._store(layer, stats)
+            self._store(layer, ctx)
         maps = [
             cache.read(images, scale.grid, "nearest")
             for cache in (self.memory["entropy", layer] for layer in range(self.context.depth))
@@ -174,22 +184,22 @@ class ToProVARPolicy(CachedPolicy):
         self.low = (mean < mean.mean(1, keepdim=True)).double().mean(1)
         self.stacked = stacked.transpose(0, 1).unflatten(2, scale.grid)  # [B, depth, h, w]
 
-    def report(self, stats: Stats) -> dict[str, Tensor]:
-        told = {}
-        if stats.attention_entropy:
-            told["rho"] = self.low
-            if stats.scale.index == self.landmark:
-                told["maps"] = self.stacked
-        return told
+    def report(self, ctx: ScaleContext) -> dict[str, Tensor]:
+        upload = {}
+        if ctx.attention_entropy:
+            upload["rho"] = self.low
+            if ctx.scale.index == self.landmark:
+                upload["maps"] = self.stacked
+        return upload
 
-    def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
+    def on_report(self, ctx: ScaleContext, report: Mapping[str, Numbers]) -> None:
         if "rho" in report:
-            self.pending.append((stats.scale, stats.rows.which, report))
+            self.pending.append((ctx.scale, ctx.rows.which, report))
         if "maps" in report:  # singular values wait for the device, so they cannot be found inside a scale
             found = self._dominance(torch.as_tensor(report["maps"]))
-            self.dominance.update(dict(zip(stats.rows.which, found, strict=True)))
+            self.dominance.update(dict(zip(ctx.rows.which, found, strict=True)))
             ones = torch.ones_like(found[0])
-            self.told("dominance", torch.stack([self.dominance.get(i, ones) for i in range(self.context.images)]))
+            self.upload("dominance", torch.stack([self.dominance.get(i, ones) for i in range(self.context.images)]))
 
     def _dominance(self, maps: Tensor) -> Tensor:
         """Maps [B, depth, h, w] -> first over second singular value, [B, depth]."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Method, Policy, ScalePlan
+from nextscale.methods.base import Activation, Method, Policy, PolicyContext, ScalePlan
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Truncate(Method):
         super().__post_init__()
         self.require("k", 0, 1000)
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         if self.k >= len(context.schedule):
             raise NextscaleError(
                 f"truncate: k = {self.k} leaves nothing of a schedule of {len(context.schedule)} scales"
@@ -31,14 +31,14 @@ class Truncate(Method):
 
 
 class TruncatePolicy(Policy):
-    def __init__(self, context: Context, method: Truncate) -> None:
+    def __init__(self, context: PolicyContext, method: Truncate) -> None:
         super().__init__(context)
         self.first_left_out = len(context.schedule) - method.k
 
     def expected_tokens(self) -> int:
         return sum(s.tokens for s in self.context.schedule if s.index < self.first_left_out)
 
-    def begin_scale(self, scale: Scale) -> ScalePlan:
+    def plan_scale(self, scale: Scale) -> ScalePlan:
         if scale.index < self.first_left_out:
             return self.plan(scale)
         return self.plan(scale, actions=("stop",) * self.context.images)

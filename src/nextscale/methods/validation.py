@@ -36,7 +36,7 @@ def check_plan(policy: Policy, plan: Any, images: int, parts: Group, tokens: int
         raise _unfit(policy, plan, "groups", f"tuples that divide {choices(parts)}, in this order")
     if not isinstance(plan.needs, (frozenset, set)) or not plan.needs <= {*NEEDS}:
         raise _unfit(policy, plan, "needs", f"a frozenset with none or some of {choices(NEEDS)}")
-    if not is_flag(plan.looks):
+    if not is_flag(plan.needs_hidden):
         raise _unfit(policy, plan, "looks", "True or False")
     if not isinstance(plan.variant, Hashable):
         raise _unfit(policy, plan, "variant", "hashable")

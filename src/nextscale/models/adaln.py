@@ -10,13 +10,13 @@ from torch import Tensor
 
 from nextscale.kernels.logit_lens import BitHead
 from nextscale.kernels.residual_norm import Norm
-from nextscale.models.base import Backbone, Block, State, per_row, shared
+from nextscale.models.base import Backbone, Block, Conditioning, per_row, shared
 from nextscale.models.layers import MLP, head_logits
 from nextscale.models.residual import Stream
 
 
 @dataclass(frozen=True)
-class ModulatedState(State):
+class ModulatedState(Conditioning):
     condition: Tensor = per_row()  # [R, C]
     modulation: list[Tensor] = per_row()  # per block [R, 1, 6, C]: gamma 1 and 2, scale 1 and 2, shift 1 and 2
     head_modulation: Tensor = per_row()  # [R, 1, 2, C]
@@ -39,16 +39,16 @@ class ModulatedBlock(Block):
         super().__init__()
         self.eps = eps
 
-    def ask(self, stream: Stream, given: Any) -> Tensor:
-        _, _, scale, _, shift, _ = given.modulation.unbind(2)
+    def ask(self, stream: Stream, block_cond: Any) -> Tensor:
+        _, _, scale, _, shift, _ = block_cond.modulation.unbind(2)
         normed = stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.attn.qkv)
-        return self.attn.ask(normed, given.bias, stream.chosen)
+        return self.attn.ask(normed, block_cond.bias, stream.chosen)
 
-    def answer(self, stream: Stream, seen: Tensor, given: Any) -> None:
-        stream.add(self.attn.answer(seen, stream.chosen), given.modulation[:, :, 0])
+    def answer(self, stream: Stream, seen: Tensor, block_cond: Any) -> None:
+        stream.add(self.attn.answer(seen, stream.chosen), block_cond.modulation[:, :, 0])
 
-    def part(self, name: str, stream: Stream, given: Any) -> None:
-        _, gamma, _, scale, _, shift = given.modulation.unbind(2)
+    def part(self, name: str, stream: Stream, block_cond: Any) -> None:
+        _, gamma, _, scale, _, shift = block_cond.modulation.unbind(2)
         normed = stream.normed(Norm(self.eps, scale, shift, plus_one=True), self.mlp.fc1)
         stream.add(self.mlp(normed, stream.chosen), gamma)
 
@@ -61,17 +61,17 @@ class ModulatedBackbone(Backbone):
     def dtype(self) -> torch.dtype:
         return self.word_embed.weight.dtype
 
-    def given(self, state: Any, layer: int) -> Any:
-        return ModulatedGiven(state.modulation[layer], state.biases[layer])
+    def block_cond(self, cond: Any, layer: int) -> Any:
+        return ModulatedGiven(cond.modulation[layer], cond.biases[layer])
 
-    def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
-        scale, shift = state.head_modulation[: len(x)].unbind(2)
+    def head(self, cond: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        scale, shift = cond.head_modulation[: len(x)].unbind(2)
         normed = Stream(x).normed(Norm(self.config.eps, scale, shift, plus_one=True), self.head_linear)
         logits = head_logits(self.head_linear, normed, codes)
         return logits if codes is not None else logits.unflatten(-1, (*self.token_shape, self.token_values))
 
-    def bit_head(self, state: Any, images: int) -> BitHead:
-        scale, shift = state.head_modulation[:images, 0].unbind(1)
+    def bit_head(self, cond: Any, images: int) -> BitHead:
+        scale, shift = cond.head_modulation[:images, 0].unbind(1)
         return BitHead.of(self.head_linear, scale, shift, self.config.eps)
 
     def flops(self, part: str, tokens: int, keys: int) -> int:

@@ -18,7 +18,7 @@ from nextscale.models.residual import Stream
 
 if TYPE_CHECKING:
     from nextscale.engine.guidance import Number
-    from nextscale.engine.rng import Draws
+    from nextscale.engine.rng import NoiseSource
     from nextscale.engine.sampling import Drawn
     from nextscale.engine.state import Rows
     from nextscale.kernels.logit_lens import BitHead
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nextscale.models.layers import SelfAttention
     from nextscale.tokenizers.base import ImageTokenizer
 
-S = TypeVar("S", bound="State")
+S = TypeVar("S", bound="Conditioning")
 
 
 def per_row() -> Any:
@@ -40,7 +40,7 @@ def shared() -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class Conditioning:
     """All that is constant in a run: conditions, modulation, text keys and values, rotary tables."""
 
     text_lengths: Tensor | None = per_row()  # [R] keys that cross-attention sees; None without it
@@ -73,15 +73,15 @@ class Block(nn.Module, ABC):
     attn: SelfAttention
 
     @abstractmethod
-    def ask(self, stream: Stream, given: Any) -> Tensor:
+    def ask(self, stream: Stream, block_cond: Any) -> Tensor:
         """Queries, keys and values [R, K, 3, H, D] of the stream's tokens, as `attn.split` reads them."""
 
     @abstractmethod
-    def answer(self, stream: Stream, seen: Tensor, given: Any) -> None:
+    def answer(self, stream: Stream, seen: Tensor, block_cond: Any) -> None:
         """Add what self-attention makes of what the queries have seen [R, H, K, D]."""
 
     @abstractmethod
-    def part(self, name: str, stream: Stream, given: Any) -> None:
+    def part(self, name: str, stream: Stream, block_cond: Any) -> None:
         """Add what another part makes of the stream."""
 
 
@@ -89,7 +89,7 @@ def through(
     block: Block,
     parts: Sequence[str],
     stream: Stream,
-    given: Any,
+    block_cond: Any,
     positions: Tensor | None,
     memory: Memory,
     chosen: Selection | None = None,
@@ -97,9 +97,9 @@ def through(
     """Tokens through some parts of a layer; `chosen` says which they are, if not all."""
     for part in parts:
         if part == "self":
-            block.answer(stream, memory.see(block.attn, block.ask(stream, given), positions, chosen), given)
+            block.answer(stream, memory.see(block.attn, block.ask(stream, block_cond), positions, chosen), block_cond)
         else:
-            block.part(part, stream, given)
+            block.part(part, stream, block_cond)
 
 
 def takes_packed(backbone: Backbone) -> bool:
@@ -155,25 +155,25 @@ class Backbone(nn.Module, ABC):
         return self.prepare(self.read(condition, guided), schedule)
 
     @abstractmethod
-    def embed(self, state: Any, inputs: Tensor | None, scale: Scale) -> Tensor:
+    def embed(self, cond: Any, inputs: Tensor | None, scale: Scale) -> Tensor:
         """What enters the first block, [R, N, C]. `inputs` [R, N, d] is the map so far; None at the first scale."""
 
     @abstractmethod
-    def positions(self, state: Any, scale: Scale) -> Tensor | None:
+    def positions(self, cond: Any, scale: Scale) -> Tensor | None:
         """Position data of every token, [1, N, ...], which follows the tokens that a method keeps."""
 
     @abstractmethod
-    def given(self, state: Any, layer: int) -> Any:
+    def block_cond(self, cond: Any, layer: int) -> Any:
         """What block `layer` reads of the state."""
 
     @abstractmethod
-    def head(self, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
+    def head(self, cond: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         """Logits in float32: [R, N, V] for a codebook, [R, N, d, 2] for bits.
 
         x may hold the first rows only. `codes` [R, n] asks for the logits of some codes; all are an answer too.
         """
 
-    def bit_head(self, state: Any, images: int) -> BitHead:
+    def bit_head(self, cond: Any, images: int) -> BitHead:
         """The head of the conditional rows, of a model of bits, in a form that a kernel reads."""
         raise NotImplementedError
 
@@ -190,7 +190,14 @@ class Backbone(nn.Module, ABC):
         return tuple(k / max(scales - 1, 1) for k in range(scales))
 
     def finish(
-        self, state: Any, x: Tensor, drawn: Drawn, tokenizer: ImageTokenizer, rows: Rows, weight: Number, draws: Draws
+        self,
+        cond: Any,
+        x: Tensor,
+        drawn: Drawn,
+        tokenizer: ImageTokenizer,
+        rows: Rows,
+        weight: Number,
+        draws: NoiseSource,
     ) -> Tensor:
         """What the last scale adds, [B, N, d]; x [R, N, C] is the output of its last block."""
         return drawn.codes
@@ -207,15 +214,15 @@ class Backbone(nn.Module, ABC):
     def flops(self, part: str, tokens: int, keys: int) -> int:
         """Multiply-adds x 2 of one part for `tokens` queries over `keys` keys (text keys for cross-attention)."""
 
-    def teacher_forced(self, state: Any, inputs: Sequence[Tensor | None], schedule: Schedule) -> Tensor:
+    def teacher_forced(self, cond: Any, inputs: Sequence[Tensor | None], schedule: Schedule) -> Tensor:
         """Logits of all scales in one block-causal pass over the maps that preceded each scale."""
         pairs = list(zip(schedule, inputs, strict=True))
-        x = torch.cat([self.embed(state, before, scale) for scale, before in pairs], dim=1)
-        tables = [self.positions(state, scale) for scale in schedule]
+        x = torch.cat([self.embed(cond, before, scale) for scale, before in pairs], dim=1)
+        tables = [self.positions(cond, scale) for scale in schedule]
         positions = None if tables[0] is None else torch.cat([t for t in tables if t is not None], dim=1)
         context = x.shape[1] - schedule.tokens
         memory = BlockCausal(schedule, context)
         stream = Stream(x)
         for layer, block in enumerate(self.blocks):
-            through(block, self.parts, stream, self.given(state, layer), positions, memory)
-        return self.head(state, stream.sum[:, context:])
+            through(block, self.parts, stream, self.block_cond(cond, layer), positions, memory)
+        return self.head(cond, stream.sum[:, context:])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.engine.guidance import Number, combine, ramp, told
-from nextscale.engine.rng import Draws
+from nextscale.engine.rng import NoiseSource
 from nextscale.engine.sampling import Drawn
 from nextscale.engine.schedule import Scale, Schedule, Size, only_square
 from nextscale.errors import NextscaleError
@@ -21,7 +21,7 @@ from nextscale.kernels.linear_small import linear_for_sum
 from nextscale.kernels.ragged_linear import multiplies, ragged_gated
 from nextscale.kernels.residual_norm import Norm
 from nextscale.kernels.split_k import Parts
-from nextscale.models.base import Backbone, Block, State, per_row, shared
+from nextscale.models.base import Backbone, Block, Conditioning, per_row, shared
 from nextscale.models.infinity import TextCondition
 from nextscale.models.layers import SelfAttention, attention_biases, head_logits, linear, rotate_half
 from nextscale.models.residual import Stream
@@ -74,7 +74,7 @@ class HARTConfig(Config):
 
 
 @dataclass(frozen=True)
-class HARTState(State):
+class HARTState(Conditioning):
     context: Tensor = per_row()  # [R, T, C]
     places: Tensor = per_row()  # [R, T] of the text
     head_modulation: Tensor = per_row()  # [R, 1, 2, C]
@@ -117,14 +117,14 @@ class HARTBlock(Block):
         self.attn = SelfAttention(config.width, config.heads, config.cosine_attention, rotate_half)
         self.mlp = GatedMLP(config.width, config.hidden)
 
-    def ask(self, stream: Stream, given: Tensor) -> Tensor:
+    def ask(self, stream: Stream, block_cond: Tensor) -> Tensor:
         """It is given the bias of its queries, keys and values."""
-        return self.attn.ask(stream.normed(self.norm.norm, self.attn.qkv), given, stream.chosen)
+        return self.attn.ask(stream.normed(self.norm.norm, self.attn.qkv), block_cond, stream.chosen)
 
-    def answer(self, stream: Stream, seen: Tensor, given: Tensor) -> None:
+    def answer(self, stream: Stream, seen: Tensor, block_cond: Tensor) -> None:
         stream.add(self.attn.answer(seen, stream.chosen))
 
-    def part(self, name: str, stream: Stream, given: Tensor) -> None:
+    def part(self, name: str, stream: Stream, block_cond: Tensor) -> None:
         stream.add(self.mlp(stream.normed(self.norm.norm, self.mlp.gate), stream.chosen))
 
 
@@ -197,36 +197,43 @@ class HART(Backbone):
         """The embedding of a scale, [1, C]; the text has that of the first."""
         return self.level_embed(torch.full((1,), index, device=self.device))  # no copy from the host to wait for
 
-    def embed(self, state: HARTState, inputs: Tensor | None, scale: Scale) -> Tensor:
+    def embed(self, cond: HARTState, inputs: Tensor | None, scale: Scale) -> Tensor:
         """At the first scale all the text, whose last slot predicts the first token."""
-        x = state.context if inputs is None else self.word_embed(inputs.to(self.dtype)).float()
+        x = cond.context if inputs is None else self.word_embed(inputs.to(self.dtype)).float()
         return x + self.level(scale.index)
 
-    def positions(self, state: HARTState, scale: Scale) -> Tensor:
+    def positions(self, cond: HARTState, scale: Scale) -> Tensor:
         """cos and sin per channel, [R, N, D, 2]; of the text at the first scale."""
         d = self.head_dim
         if scale.index == 0:
             rates = 10000 ** (-2 * torch.arange(d // 2, device=self.device, dtype=torch.float32) / d)
-            angle = (state.places[..., None] * rates).repeat(1, 1, 2)
+            angle = (cond.places[..., None] * rates).repeat(1, 1, 2)
         else:
             rates = 10000 ** (-4 * torch.arange(d // 4, device=self.device, dtype=torch.float32) / d)
             last = self.config.sides[-1]
             line = [torch.arange(n, device=self.device, dtype=torch.float32) / n * last for n in scale.grid]
             row, column = torch.meshgrid(*line, indexing="ij")
             # The picture begins where the text ends. Rows and columns turn different halves of a pair.
-            place = torch.stack((row, column), -1).flatten(0, 1) + state.places[:, -1, None, None]
+            place = torch.stack((row, column), -1).flatten(0, 1) + cond.places[:, -1, None, None]
             angle = (place[..., None] * rates).repeat(1, 1, 1, 2).flatten(2)
         return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
-    def given(self, state: HARTState, layer: int) -> Tensor:
-        return state.biases[layer]
+    def block_cond(self, cond: HARTState, layer: int) -> Tensor:
+        return cond.biases[layer]
 
-    def head(self, state: HARTState, x: Tensor, codes: Tensor | None = None) -> Tensor:
-        scale, shift = state.head_modulation[: len(x)].unbind(2)
+    def head(self, cond: HARTState, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        scale, shift = cond.head_modulation[: len(x)].unbind(2)
         return head_logits(self.head_linear, self.head_norm(x) * (1 + scale) + shift, codes)
 
     def finish(
-        self, state: Any, x: Tensor, drawn: Drawn, tokenizer: ImageTokenizer, rows: Rows, weight: Number, draws: Draws
+        self,
+        cond: Any,
+        x: Tensor,
+        drawn: Drawn,
+        tokenizer: ImageTokenizer,
+        rows: Rows,
+        weight: Number,
+        draws: NoiseSource,
     ) -> Tensor:
         """The last codes and what diffusion finds that they leave out."""
         token = self.word_embed(tokenizer.codes(drawn.tokens).to(self.dtype)).float()

@@ -16,7 +16,7 @@ from nextscale.engine.guidance import per_scale
 from nextscale.engine.schedule import Grid, Scale, Schedule, Size, infinity_schedule, infinity_schedule_for_size
 from nextscale.errors import NextscaleError
 from nextscale.io.config import MAX_BLOCKS, Config, Limits
-from nextscale.io.devices import sent
+from nextscale.io.devices import to_device_async
 from nextscale.kernels.absorbed_cross_attention import absorbs, attend_absorbed
 from nextscale.kernels.attention import attend, runs_on
 from nextscale.kernels.fp8 import reads
@@ -77,7 +77,7 @@ class InfinityState(ModulatedState):
     rotary: Tensor = shared()  # [1, all tokens, D/2, 2]
 
 
-class Given(NamedTuple):
+class BlockCond(NamedTuple):
     """What a block reads."""
 
     modulation: Tensor  # [R, 1, 6, C]
@@ -166,13 +166,17 @@ class InfinityBlock(ModulatedBlock):
         self.mlp = MLP(width, config.hidden)
         self.offset = nn.Parameter(torch.zeros(1, 1, 6, width))
 
-    def part(self, name: str, stream: Stream, given: Given) -> None:
+    def part(self, name: str, stream: Stream, block_cond: BlockCond) -> None:
         if name == "cross":
             norm = self.cross_norm
             normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.cross.q)
-            stream.add(self.cross.read(normed, given.keys, given.values, given.mask, given.lengths, stream.chosen))
+            stream.add(
+                self.cross.read(
+                    normed, block_cond.keys, block_cond.values, block_cond.mask, block_cond.lengths, stream.chosen
+                )
+            )
         else:
-            super().part(name, stream, given)
+            super().part(name, stream, block_cond)
 
 
 @functools.lru_cache(maxsize=4)  # copying it to a GPU takes longer than the first scales
@@ -212,7 +216,7 @@ def lengths_and_mask(
     """
     lengths = torch.tensor(counts)
     mask = (torch.arange(slots) < lengths[:, None])[:, None, None]
-    return sent(lengths, device), None if mask.all() and not always else sent(mask, device)
+    return to_device_async(lengths, device), None if mask.all() and not always else to_device_async(mask, device)
 
 
 class Infinity(ModulatedBackbone):
@@ -299,18 +303,18 @@ class Infinity(ModulatedBackbone):
             rotary=rotary_table(self.head_dim, schedule, self.device)[None],
         )
 
-    def embed(self, state: InfinityState, inputs: Tensor | None, scale: Scale) -> Tensor:
+    def embed(self, cond: InfinityState, inputs: Tensor | None, scale: Scale) -> Tensor:
         level = self.level_embed.weight[scale.index]
         if inputs is None:
-            return state.condition.unsqueeze(1) + self.start_position + level
+            return cond.condition.unsqueeze(1) + self.start_position + level
         return add_to(level.expand(*inputs.shape[:2], -1), self.word_embed(inputs.to(self.dtype)), None)
 
-    def positions(self, state: InfinityState, scale: Scale) -> Tensor:
-        return state.rotary[:, scale.start : scale.start + scale.tokens]
+    def positions(self, cond: InfinityState, scale: Scale) -> Tensor:
+        return cond.rotary[:, scale.start : scale.start + scale.tokens]
 
-    def given(self, state: InfinityState, layer: int) -> Given:
-        keys, values = state.text_keys[layer]
-        return Given(state.modulation[layer], state.biases[layer], keys, values, state.text_mask, state.text_lengths)
+    def block_cond(self, cond: InfinityState, layer: int) -> BlockCond:
+        keys, values = cond.text_keys[layer]
+        return BlockCond(cond.modulation[layer], cond.biases[layer], keys, values, cond.text_mask, cond.text_lengths)
 
     def schedule(self, size: Size, stride: int) -> Schedule:
         if size.height is None and size.width is None:

@@ -94,13 +94,13 @@ class VAR(ModulatedBackbone):
             None, c, modulation, self.head_modulation(c), attention_biases([b.attn for b in self.blocks])
         )
 
-    def embed(self, state: ModulatedState, inputs: Tensor | None, scale: Scale) -> Tensor:
+    def embed(self, cond: ModulatedState, inputs: Tensor | None, scale: Scale) -> Tensor:
         position = self.level_embed.weight[scale.index] + self.position[:, scale.start : scale.start + scale.tokens]
         if inputs is None:
-            return state.condition.unsqueeze(1) + self.start_position + position
+            return cond.condition.unsqueeze(1) + self.start_position + position
         return add_to(position.expand(len(inputs), -1, -1), self.word_embed(inputs.to(self.dtype)), None)
 
-    def positions(self, state: ModulatedState, scale: Scale) -> None:
+    def positions(self, cond: ModulatedState, scale: Scale) -> None:
         return None  # learned positions are part of the embedding
 
     def schedule(self, size: Size, stride: int) -> Schedule:

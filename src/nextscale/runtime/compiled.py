@@ -19,22 +19,22 @@ from nextscale.runtime.eager import Eager
 from nextscale.tokenizers.base import ImageTokenizer
 
 
-def ask(block: Block, x: Tensor, given: Any) -> Tensor:
-    return block.ask(Stream(x), given)
+def ask(block: Block, x: Tensor, block_cond: Any) -> Tensor:
+    return block.ask(Stream(x), block_cond)
 
 
-def rest(block: Block, parts: Sequence[str], x: Tensor, seen: Tensor | None, given: Any) -> Tensor:
+def rest(block: Block, parts: Sequence[str], x: Tensor, seen: Tensor | None, block_cond: Any) -> Tensor:
     """What self-attention saw, if it is among the parts, and the parts behind it."""
     stream = Stream(x)
     if seen is not None:
-        block.answer(stream, seen, given)
+        block.answer(stream, seen, block_cond)
     for part in parts:
-        block.part(part, stream, given)
+        block.part(part, stream, block_cond)
     return stream.sum
 
 
-def head(backbone: Backbone, state: Any, x: Tensor) -> Tensor:
-    return backbone.head(state, x)
+def head(backbone: Backbone, cond: Any, x: Tensor) -> Tensor:
+    return backbone.head(cond, x)
 
 
 def compiled(function: Any, backend: str, **options: Any) -> Callable[..., Any]:
@@ -60,12 +60,12 @@ class Compiled(Eager):
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
         return self.fast_decode(tokenizer, features)
 
-    def head(self, backbone: Backbone, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
+    def head(self, backbone: Backbone, cond: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         if codes is not None:
-            return super().head(backbone, state, x, codes)
+            return super().head(backbone, cond, x, codes)
         x = x.contiguous()
         _any_number(1, x)
-        return self._head(backbone, state, x)
+        return self._head(backbone, cond, x)
 
     def token_entropy(self, logits: Tensor, unit: str = "token") -> Tensor:
         _any_number(1, logits)
@@ -76,7 +76,7 @@ class Compiled(Eager):
         block: Block,
         parts: Sequence[str],
         stream: Stream,
-        given: Any,
+        block_cond: Any,
         positions: Tensor | None,
         memory: Memory,
         chosen: Selection | None = None,
@@ -85,10 +85,10 @@ class Compiled(Eager):
         _any_number(1, x)
         seen = None
         if parts[0] == "self":
-            seen = memory.see(block.attn, self.ask(block, x, given), positions, chosen)
+            seen = memory.see(block.attn, self.ask(block, x, block_cond), positions, chosen)
             _any_number(2, seen)
             parts = parts[1:]
-        stream.x = self.rest(block, parts, x, seen, given)
+        stream.x = self.rest(block, parts, x, seen, block_cond)
 
 
 def _any_number(dim: int, tensor: Tensor) -> None:

@@ -14,15 +14,15 @@ from torch import Tensor
 from nextscale.cache.kv import LayerCache, Memory, WatchedCache, count_lengths
 from nextscale.engine.entropy import token_entropy
 from nextscale.engine.guidance import Number, combine, combine_inside
-from nextscale.engine.rng import Draws
+from nextscale.engine.rng import NoiseSource
 from nextscale.engine.sampling import Sampling, ScaleNumbers, sample
 from nextscale.engine.schedule import Scale, Schedule
-from nextscale.engine.state import Rows, Run, not_finite, places_of
+from nextscale.engine.state import GenerationState, Rows, not_finite, places_of
 from nextscale.errors import NextscaleError
-from nextscale.kernels.logit_lens import Lens, looks
+from nextscale.kernels.logit_lens import LogitLens, looks
 from nextscale.kernels.restore import fused_put, puts
 from nextscale.kernels.sdpa import fresh_shapes
-from nextscale.methods.base import Numbers, Policy, ScalePlan, Stats
+from nextscale.methods.base import Numbers, Policy, ScaleContext, ScalePlan
 from nextscale.methods.selection import Packed, Selection, every_token, scatter
 from nextscale.methods.validation import check_completed, check_report, check_selection, check_states
 from nextscale.models.base import Backbone, takes_packed, through
@@ -31,7 +31,7 @@ from nextscale.tokenizers.base import ImageTokenizer
 
 
 @dataclass(frozen=True)
-class Work:
+class CallContext:
     """What stays the same in a call."""
 
     backbone: Backbone
@@ -39,7 +39,7 @@ class Work:
     schedule: Schedule
     sampling: Sampling
     policy: Policy
-    draws: Draws
+    draws: NoiseSource
     forced: Sequence[Tensor] = ()  # tokens of the first scales that the user gives, [B, ...]
     watched: bool = True  # somebody looks at the maps between two scales
 
@@ -50,14 +50,14 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Task:
+class ScaleBatch:
     """A scale to be run, and by whom."""
 
     scale: Scale
     plan: ScalePlan
     rows: Rows
     placed: Rows  # all that have a place in caches and state
-    state: Any  # of those
+    cond: Any  # of those
     returns: bool = False  # somebody who rests will run later scales
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Step:
+class ScaleOutput:
     """What a scale made of the images that ran it; maps and tokens may be those of all images."""
 
     features: Tensor  # [b, d, H, W]
@@ -75,7 +75,7 @@ class Step:
     logits: Tensor  # guided, before top-k and top-p
     raw: Tensor  # logits of every row, before temperature and guidance
     hidden: Tensor  # output of the last block, [R, N, C]
-    stats: Stats
+    ctx: ScaleContext
     report: Mapping[str, Numbers]  # what the policy tells the host
 
 
@@ -89,21 +89,21 @@ class Eager:
     through = staticmethod(through)
     token_entropy = staticmethod(token_entropy)
 
-    def head(self, backbone: Backbone, state: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
+    def head(self, backbone: Backbone, cond: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         """Logits of hidden states x [R, N, C]."""
-        return backbone.head(state, x, codes)
+        return backbone.head(cond, x, codes)
 
-    def fast_lens(self, backbone: Backbone, state: Any, images: int, x: Tensor) -> Lens | None:
+    def fused_logit_lens(self, backbone: Backbone, cond: Any, images: int, x: Tensor) -> LogitLens | None:
         """Entropy of the head's prediction without its logits, where there is a kernel for states like x."""
         if not looks(x) or not backbone.token_shape:
             return None
-        head = functools.cache(lambda: backbone.bit_head(state, images))  # made once a scale, and only if somebody asks
-        return Lens(images, head)
+        head = functools.cache(lambda: backbone.bit_head(cond, images))  # made once a scale, and only if somebody asks
+        return LogitLens(images, head)
 
-    def open(self, work: Work, inputs: tuple[Tensor | None, ...], images: int, guided: bool) -> Run:
+    def open(self, call: CallContext, inputs: tuple[Tensor | None, ...], images: int, guided: bool) -> GenerationState:
         """A call begins."""
-        state = work.backbone.prepare(inputs, work.schedule)
-        return Run(work.backbone, state, work.tokenizer.blank(images, work.schedule), work.schedule, guided)
+        cond = call.backbone.prepare(inputs, call.schedule)
+        return GenerationState(call.backbone, cond, call.tokenizer.blank(images, call.schedule), call.schedule, guided)
 
     def warmed(self, batches: Sequence[int]) -> None:
         """What calls of so many pictures need is there."""
@@ -118,7 +118,7 @@ class Eager:
     def layer_done(self, layer: int) -> None:
         """A layer of a scale has been run."""
 
-    def told(self, report: dict[str, Tensor]) -> None:
+    def on_report_ready(self, report: dict[str, Tensor]) -> None:
         """All that the host will ask for is known: it can decide about the next scale while this one is drawn."""
 
     def check(self, backbone: Backbone) -> None:
@@ -144,9 +144,9 @@ class Eager:
         """Whether nothing may be waited for."""
         return False
 
-    def numbers(self, work: Work, scale: Scale) -> ScaleNumbers:
+    def numbers(self, call: CallContext, scale: Scale) -> ScaleNumbers:
         """Of the settings, as the code of this scale reads them."""
-        return work.sampling.numbers(scale.index)
+        return call.sampling.numbers(scale.index)
 
     def at_work(self) -> Tensor | None:
         """[R], False for rows of the task that rest, where only the device knows which; None: all work."""
@@ -156,33 +156,35 @@ class Eager:
         """Whether there are captured scales, in which rows may rest."""
         return False
 
-    def places(self, images: int, backbone: Backbone, draws: Draws, forced: Sequence[Tensor]) -> int:
+    def places(self, images: int, backbone: Backbone, draws: NoiseSource, forced: Sequence[Tensor]) -> int:
         """For how many pictures a call of so many is made."""
         return images
 
-    def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
+    def run_scale(
+        self, call: CallContext, batch: ScaleBatch, features: Tensor, kv: Sequence[LayerCache]
+    ) -> ScaleOutput:
         """From the maps so far [B, d, H, W] to those with this scale in them."""
-        backbone, tokenizer, sampling, policy = work.backbone, work.tokenizer, work.sampling, work.policy
-        scale, rows, state = task.scale, task.rows, task.state
-        places = None if task.places is None else task.places.to(backbone.device)
+        backbone, tokenizer, sampling, policy = call.backbone, call.tokenizer, call.sampling, call.policy
+        scale, rows, cond = batch.scale, batch.rows, batch.cond
+        places = None if batch.places is None else batch.places.to(backbone.device)
         for cache in kv:
             cache.active = places
         if places is not None:
-            state = state.take(places)
+            cond = cond.take(places)
         if rows.images < len(features):
             features = features[list(rows.which)]
         at_work = self.at_work()
-        numbers = self.numbers(work, scale)
+        numbers = self.numbers(call, scale)
         weight = numbers.weight
         if at_work is not None and rows.unconditional:  # of every image: 1 where its unconditional row rests
             weight = torch.where(at_work[rows.images :], weight, 1.0)
         before = rows.spread(tokenizer.inputs(features, scale)) if scale.index else None
-        x = backbone.embed(state, before, scale)
-        x, stats = self.run_blocks(work, task, state, x, kv, weight, at_work)
-        completed = policy.complete(x, stats)
+        x = backbone.embed(cond, before, scale)
+        x, ctx = self.run_blocks(call, batch, cond, x, kv, weight, at_work)
+        completed = policy.finalize(x, ctx)
         check_completed(policy, completed, x, rows.images)
         x, cell_weight = completed
-        raw = self.head(backbone, state, x)
+        raw = self.head(backbone, cond, x)
         on_logits = weight if 0 in sampling.guidance_layers else 1.0
         logits = combine(raw, rows.images, rows.guided, on_logits, numbers.by)
         try:
@@ -191,64 +193,64 @@ class Eager:
             if not policy.name:
                 raise
             raise NextscaleError(f"{error}, or {policy.name} made such values") from None
-        policy.end_scale(x, raw, logits, stats)
-        report = policy.report(stats)
+        policy.on_logits(x, raw, logits, ctx)
+        report = policy.report(ctx)
         check_report(policy, report, rows.images)
-        self.told(report)
-        target = work.forced[scale.index][list(rows.which)] if scale.index < len(work.forced) else None
-        drawn = sample(logits, scale, sampling, numbers, work.draws, rows.which, tokenizer, target)
+        self.on_report_ready(report)
+        target = call.forced[scale.index][list(rows.which)] if scale.index < len(call.forced) else None
+        drawn = sample(logits, scale, sampling, numbers, call.draws, rows.which, tokenizer, target)
         codes = drawn.codes
-        if scale.index == len(work.schedule) - 1:
-            codes = backbone.finish(state, x, drawn, tokenizer, rows, weight, work.draws)
+        if scale.index == len(call.schedule) - 1:
+            codes = backbone.finish(cond, x, drawn, tokenizer, rows, weight, call.draws)
         codes = codes if cell_weight is None else codes * cell_weight[..., None]
-        new, tokens = tokenizer.add(features, codes, scale, work.schedule), drawn.tokens
+        new, tokens = tokenizer.add(features, codes, scale, call.schedule), drawn.tokens
         if at_work is not None:
             own = at_work[: rows.images]
             new = torch.where(own.view(-1, *(1,) * (new.ndim - 1)), new, features)
             tokens = torch.where(own.view(-1, *(1,) * (tokens.ndim - 1)), tokens, -1)
-        return Step(new, tokens, logits, raw, x, stats, report)
+        return ScaleOutput(new, tokens, logits, raw, x, ctx, report)
 
     def run_blocks(
         self,
-        work: Work,
-        task: Task,
-        state: Any,
+        call: CallContext,
+        batch: ScaleBatch,
+        cond: Any,
         x: Tensor,
         kv: Sequence[LayerCache],
         weight: Number,
         at_work: Tensor | None,
-    ) -> tuple[Tensor, Stats]:
+    ) -> tuple[Tensor, ScaleContext]:
         """x [R, N, C] through all blocks; guidance of this `weight` is also applied after some of them."""
-        backbone, policy = work.backbone, work.policy
-        scale, plan, rows = task.scale, task.plan, task.rows
+        backbone, policy = call.backbone, call.policy
+        scale, plan, rows = batch.scale, batch.plan, batch.rows
 
-        def lens(hidden: Tensor, guided: bool, codes: Tensor | None = None) -> Tensor:
+        def logit_lens(hidden: Tensor, guided: bool, codes: Tensor | None = None) -> Tensor:
             """The model's own head on a state between two layers."""
             if guided:
-                return combine(self.head(backbone, state, hidden), rows.images, rows.guided, weight)
-            return self.head(backbone, state, hidden[: rows.images], codes)  # conditional rows come first
+                return combine(self.head(backbone, cond, hidden), rows.images, rows.guided, weight)
+            return self.head(backbone, cond, hidden[: rows.images], codes)  # conditional rows come first
 
         chosen_by_layer: list[dict[str, Selection | None]] = []
-        stats = Stats(scale, rows, lens, chosen_by_layer, token_entropy=self.token_entropy)
-        stats.fast_lens = self.fast_lens(backbone, state, rows.images, x)
-        positions = backbone.positions(state, scale)
+        ctx = ScaleContext(scale, rows, logit_lens, chosen_by_layer, token_entropy=self.token_entropy)
+        ctx.fused_logit_lens = self.fused_logit_lens(backbone, cond, rows.images, x)
+        positions = backbone.positions(cond, scale)
         # Context tokens stand in front of the first scale: they are always computed, and methods do not see them.
-        stats.context = before = x.shape[1] - scale.tokens
+        ctx.context = before = x.shape[1] - scale.tokens
         stream = Stream(x)
         everyone = None if at_work is None else self.laid_out(every_token(x, at_work), backbone, x.shape[1])
         for layer, block in enumerate(backbone.blocks):
-            given = backbone.given(state, layer)
+            block_cond = backbone.block_cond(cond, layer)
             memory: Memory = kv[layer]
             if "attention_entropy" in plan.needs:
                 memory = WatchedCache(kv[layer], rows.images)
             taken: dict[str, Selection | None] = {}
             for group in plan.groups:
-                if not plan.looks and at_work is None:  # nobody asks for the sum between two layers
-                    self.through(block, group, stream, given, positions, memory)
+                if not plan.needs_hidden and at_work is None:  # nobody asks for the sum between two layers
+                    self.through(block, group, stream, block_cond, positions, memory)
                     taken.update(dict.fromkeys(group))
                     continue
                 x = stream.sum
-                chosen = policy.select(layer, group, x[:, before:], stats) if plan.looks else None
+                chosen = policy.select(layer, group, x[:, before:], ctx) if plan.needs_hidden else None
                 if chosen is not None:
                     check_selection(policy, chosen, x[:, before:])
                     chosen = self.laid_out(chosen if at_work is None else chosen.only(at_work), backbone, scale.tokens)
@@ -259,31 +261,31 @@ class Eager:
                         through = through.only(at_work)
                 stream = Stream(x, through)
                 with nullcontext() if through is None else fresh_shapes(x.device):
-                    self.through(block, group, stream, given, positions, memory, through)
+                    self.through(block, group, stream, block_cond, positions, memory, through)
                 taken.update(dict.fromkeys(group, chosen))
                 if chosen is None and everyone is not None:  # who rests stays as it was
                     stream = Stream(put(x, everyone, stream))
-                    if not plan.looks:
+                    if not plan.needs_hidden:
                         continue
                 if not before:
-                    filled = policy.fill_stream(layer, group, x, chosen, stream, stats)
+                    filled = policy.restore_residual(layer, group, x, chosen, stream, ctx)
                     check_states(policy, "fill", filled, x)
                     stream = Stream(filled)
                     continue
                 y = stream.sum if not isinstance(stream.chosen, Packed) else stream.chosen.padded(stream.sum)
-                filled = policy.fill(layer, group, x[:, before:], chosen, y[:, before:], stats)
+                filled = policy.restore(layer, group, x[:, before:], chosen, y[:, before:], ctx)
                 check_states(policy, "fill", filled, x[:, before:])
                 stream = Stream(torch.cat((y[:, :before], filled), dim=1))
-            if layer in work.guide_after:
+            if layer in call.guide_after:
                 stream = Stream(combine_inside(stream.sum, rows.images, rows.guided, weight))
             chosen_by_layer.append(taken)
             if isinstance(memory, WatchedCache):
-                stats.attention_entropy.append(memory.entropy[:, before:])
+                ctx.attention_entropy.append(memory.entropy[:, before:])
             self.layer_done(layer)
-        if stats.fast_lens is not None:
-            stats.fast_lens.forget()
+        if ctx.fused_logit_lens is not None:
+            ctx.fused_logit_lens.forget()
         count_lengths(kv)
-        return stream.sum[:, before:], stats
+        return stream.sum[:, before:], ctx
 
     def require_finite(self, raw: Tensor, logits: Tensor, scale: Scale, backbone: Backbone) -> None:
         """Bad numbers would otherwise end as noise, or as a failed assertion of the sampler."""

@@ -14,7 +14,7 @@ from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
 from nextscale.io.arguments import read_count, read_list, shown
 from nextscale.io.progress import bar
-from nextscale.methods.base import Context, Method, Policy, ScalePlan
+from nextscale.methods.base import Method, Policy, PolicyContext, ScalePlan
 from nextscale.methods.naming import format_method
 from nextscale.runtime.eager import Eager
 
@@ -35,17 +35,17 @@ class Rehearsal(Method):
     number: int = 0
     rests: bool = False  # the last picture, from the first scale on
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         policy = Policy(context) if self.like is None else self.like.begin(context)
         policy.rehearse(self.number)
         if self.rests:
-            begin = policy.begin_scale
+            begin = policy.plan_scale
 
-            def begin_scale(scale: Scale) -> ScalePlan:
+            def plan_scale(scale: Scale) -> ScalePlan:
                 plan = begin(scale)
                 return plan._replace(actions=(*plan.actions[: context.images - 1], "stop"))
 
-            policy.begin_scale = begin_scale  # type: ignore[method-assign]
+            policy.plan_scale = plan_scale  # type: ignore[method-assign]
         return policy
 
     def to_dict(self) -> dict[str, Any]:

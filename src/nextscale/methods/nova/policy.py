@@ -13,7 +13,17 @@ from torch import Tensor
 from nextscale.engine.schedule import Scale
 from nextscale.engine.state import Rows
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Context, Decision, Group, Method, Numbers, Policy, ScalePlan, Stats
+from nextscale.methods.base import (
+    Activation,
+    Decision,
+    Group,
+    Method,
+    Numbers,
+    Policy,
+    PolicyContext,
+    ScaleContext,
+    ScalePlan,
+)
 from nextscale.methods.nova.growth import Growth
 from nextscale.methods.nova.layer_linkage import MEAN, MOST, RATIO, Linkage
 from nextscale.methods.restore import CachedPolicy
@@ -74,7 +84,7 @@ class NOVA(Method):
         self.require_one_of("entropy_of", ("conditional", "guided"))
         read_table(self.scale_table)
 
-    def start(self, context: Context) -> Policy:
+    def start(self, context: PolicyContext) -> Policy:
         if len(context.schedule) < self.t_est + 2:
             raise NextscaleError(
                 f"nova: t_est = {self.t_est} needs a schedule of at least {self.t_est + 2} scales, "
@@ -86,7 +96,7 @@ class NOVA(Method):
 class NOVAPolicy(CachedPolicy):
     capturable = True
 
-    def __init__(self, context: Context, method: NOVA) -> None:
+    def __init__(self, context: PolicyContext, method: NOVA) -> None:
         super().__init__(context, method.cache, method.restore_mode, method.t_est, method.uncomputed)
         self.method = method
         self.table = read_table(method.scale_table)
@@ -120,7 +130,7 @@ class NOVAPolicy(CachedPolicy):
 
     # Between scales, on the host
 
-    def begin_scale(self, scale: Scale) -> ScalePlan:
+    def plan_scale(self, scale: Scale) -> ScalePlan:
         t = scale.index + 1
         if t > self.method.t_est:  # before, nothing depends on them, and the device need not be waited for
             self._read_entropies()
@@ -128,19 +138,19 @@ class NOVAPolicy(CachedPolicy):
         if self.rehearsed:
             self.ratio[t] = [0.0 if star is None or t <= star else 0.5 for star in self.rehearsed]
         if self.ratio[t] != self.ratio.get(t - 1):
-            self.scale_ratio = self.told("ratio", self.ratio[t])
+            self.scale_ratio = self.upload("ratio", self.ratio[t])
         if self.method.metric == "random":
             # The same tokens in all layers: else hardly a cell would pass through all of them.
             noise = torch.rand(scale.tokens, generator=torch.Generator().manual_seed(scale.index), dtype=torch.float32)
-            self.told(f"noise {t}", noise.double())
+            self.upload(f"noise {t}", noise.double())
         needs = (
             frozenset({"attention_entropy"})
             if self.method.metric == "attention" and self.records(scale)
             else frozenset()
         )
         some, everyone = any(self.ratio[t]), all(self.ratio[t])  # which of them is the device's business
-        looks = some or (self.learns and self.records(scale))
-        return self.plan(scale, needs=needs, looks=looks, variant=(some, everyone))
+        needs_hidden = some or (self.learns and self.records(scale))
+        return self.plan(scale, needs=needs, needs_hidden=needs_hidden, variant=(some, everyone))
 
     @property
     def rehearsals(self) -> int:
@@ -180,58 +190,58 @@ class NOVAPolicy(CachedPolicy):
 
     # Inside a scale, on the device
 
-    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
-        t, rows = stats.scale.index + 1, stats.rows
+    def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
+        t, rows = ctx.scale.index + 1, ctx.rows
         ratios = [self.ratio[t][image] for image in rows.which]
         if not layer:
             self.chosen: Selection | None = None  # the newest of this scale
             self.notes = None
             if any(ratios):
                 self.notes = torch.empty(self.context.depth, 4, rows.images, dtype=torch.float64, device=x.device)
-        if self.probe == "previous" and self.method.layer_linkage and self.records(stats.scale) and not all(ratios):
+        if self.probe == "previous" and self.method.layer_linkage and self.records(ctx.scale) and not all(ratios):
             # A complete scale is the only chance to learn the layers' entropies of an image.
             images = Rows(rows.which, ())
-            mean = self._lens(layer, x, stats).double().mean(1)[:, None, None]
+            mean = self._lens(layer, x, ctx).double().mean(1)[:, None, None]
             known = self.memory["mean", layer].read(images, (1, 1), "nearest")
             if known is not None:
-                mean = torch.where(self.of_rows(rows, self.scale_ratio)[:, None, None] > 0, known, mean)
+                mean = torch.where(self.gather_rows(rows, self.scale_ratio)[:, None, None] > 0, known, mean)
             self.memory["mean", layer].store(images, (1, 1), mean)
         if self.notes is None:
             return None
         if self.once and self.chosen is not None:
             self.notes[layer] = self.notes[0]
             return self.chosen
-        entropy, known_mean = self._layer_entropy(layer, x, stats)
-        score, ratio = self._score(layer, entropy, stats), self.of_rows(rows, self.scale_ratio)
+        entropy, known_mean = self._layer_entropy(layer, x, ctx)
+        score, ratio = self._score(layer, entropy, ctx), self.gather_rows(rows, self.scale_ratio)
         keep = functools.partial(self.linkage.keep, entropy, score, ratio, self.notes, layer, mean=known_mean)
         self.chosen = for_rows(rows, keep)
         return self.chosen
 
-    def _lens(self, layer: int, x: Tensor, stats: Stats) -> Tensor:
+    def _lens(self, layer: int, x: Tensor, ctx: ScaleContext) -> Tensor:
         """Entropy [B, N] of the prediction that the model's own head would make here."""
         codes = None
         if self.probe == "lens_topk":
-            found = self.memory["codes"].read(Rows(stats.rows.which, ()), (1, 1), "nearest")
+            found = self.memory["codes"].read(Rows(ctx.rows.which, ()), (1, 1), "nearest")
             assert found is not None, "a reduced scale follows complete ones"
             codes = found[:, 0]
-        return stats.lens_entropy(x, self.method.entropy_of == "guided", codes, self.method.unit)
+        return ctx.lens_entropy(x, self.method.entropy_of == "guided", codes, self.method.unit)
 
-    def _layer_entropy(self, layer: int, x: Tensor, stats: Stats) -> tuple[Tensor, Tensor | None]:
+    def _layer_entropy(self, layer: int, x: Tensor, ctx: ScaleContext) -> tuple[Tensor, Tensor | None]:
         """Of every token [B, N], and the layer's mean [B] if it is not theirs."""
         if self.probe == "previous" or layer + 1 < self.method.probe_from_layer:
-            images = Rows(stats.rows.which, ())
-            entropy = self.memory["final"].read(images, stats.scale.grid, self.method.restore_mode)
+            images = Rows(ctx.rows.which, ())
+            entropy = self.memory["final"].read(images, ctx.scale.grid, self.method.restore_mode)
             assert entropy is not None, "a reduced scale follows complete ones"
             means = self.memory["mean", layer].read(images, (1, 1), "nearest")
             mean = entropy.double().mean((1, 2)) if means is None else means[:, 0, 0]
             return entropy[..., 0], mean
-        return self._lens(layer, x, stats), None
+        return self._lens(layer, x, ctx), None
 
-    def _score(self, layer: int, entropy: Tensor, stats: Stats) -> Tensor:
+    def _score(self, layer: int, entropy: Tensor, ctx: ScaleContext) -> Tensor:
         """What the kept tokens have most of, [B, N]."""
-        metric, images, grid = self.method.metric, Rows(stats.rows.which, ()), stats.scale.grid
+        metric, images, grid = self.method.metric, Rows(ctx.rows.which, ()), ctx.scale.grid
         if metric == "random":
-            return self.numbers[f"noise {stats.scale.index + 1}"].expand_as(entropy)
+            return self.uploads[f"noise {ctx.scale.index + 1}"].expand_as(entropy)
         if metric == "attention":  # attention that is spread over everything looks at nothing
             cached = self.memory["attention", layer].read(images, grid, self.method.restore_mode)
             return entropy if cached is None else -cached[..., 0]
@@ -244,20 +254,22 @@ class NOVAPolicy(CachedPolicy):
     def fills_plainly(self) -> bool:
         return self.method.metric != "mse"
 
-    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
-        filled = super().fill(layer, group, x, chosen, y, stats)
-        if self.method.metric == "mse" and self.records(stats.scale):
-            images = stats.rows.images
+    def restore(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, ctx: ScaleContext
+    ) -> Tensor:
+        filled = super().restore(layer, group, x, chosen, y, ctx)
+        if self.method.metric == "mse" and self.records(ctx.scale):
+            images = ctx.rows.images
             change = (filled[:images] - x[:images]).square().mean(-1, keepdim=True)
-            self.memory["moved", layer].store(Rows(stats.rows.which, ()), stats.scale.grid, change)
+            self.memory["moved", layer].store(Rows(ctx.rows.which, ()), ctx.scale.grid, change)
         return filled
 
-    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
-        m, rows, scale = self.method, stats.rows, stats.scale
+    def on_logits(self, x: Tensor, raw: Tensor, logits: Tensor, ctx: ScaleContext) -> None:
+        m, rows, scale = self.method, ctx.rows, ctx.scale
         if not any(self.ratio[scale.index + 1][image] for image in rows.which):
             self.notes = None  # those of an earlier scale
         seen = logits if m.entropy_of == "guided" else raw[: rows.images]
-        entropy = stats.token_entropy(seen, m.unit)
+        entropy = ctx.token_entropy(seen, m.unit)
         if self.computed is not None:  # elsewhere the newest that is known still holds
             known = self.memory["final"].read(Rows(rows.which, ()), scale.grid, m.restore_mode)
             entropy = entropy if known is None else torch.where(self.computed, entropy, known[..., 0])
@@ -270,25 +282,25 @@ class NOVAPolicy(CachedPolicy):
             likely = seen.softmax(-1).mean(1)
             codes = likely.topk(min(LENS_CODES, likely.shape[-1]), dim=-1).indices
             self.memory["codes"].store(Rows(rows.which, ()), (1, 1), codes[:, None])
-        for layer, map_ in enumerate(stats.attention_entropy):
-            self._store_attention(layer, map_[: rows.images], stats)
+        for layer, map_ in enumerate(ctx.attention_entropy):
+            self._store_attention(layer, map_[: rows.images], ctx)
 
-    def _store_attention(self, layer: int, entropy: Tensor, stats: Stats) -> None:
-        chosen = stats.chosen[layer]["self"]
+    def _store_attention(self, layer: int, entropy: Tensor, ctx: ScaleContext) -> None:
+        chosen = ctx.chosen[layer]["self"]
         own = None if chosen is None else chosen.first(len(entropy))
-        images = Rows(stats.rows.which, ())
+        images = Rows(ctx.rows.which, ())
         cache = self.memory["attention", layer]
-        store_chosen(cache, images, stats.scale.grid, own, entropy[..., None], self.restore_mode)
+        store_chosen(cache, images, ctx.scale.grid, own, entropy[..., None], self.restore_mode)
 
-    def report(self, stats: Stats) -> dict[str, Tensor]:
+    def report(self, ctx: ScaleContext) -> dict[str, Tensor]:
         if self.notes is None:
             return {"entropy": self.entropy}
         return {"entropy": self.entropy, "layers": self.notes.movedim(-1, 0)}
 
-    def reported(self, stats: Stats, report: Mapping[str, Numbers]) -> None:
-        self.pending.append((stats.scale, stats.rows.which, report))
+    def on_report(self, ctx: ScaleContext, report: Mapping[str, Numbers]) -> None:
+        self.pending.append((ctx.scale, ctx.rows.which, report))
         if "layers" in report:
-            self.noted[stats.scale.index + 1] = (stats.rows.which, report)
+            self.noted[ctx.scale.index + 1] = (ctx.rows.which, report)
 
     def conclude(self) -> None:
         self._read_entropies()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nextscale.io.writing import whole_file
+from nextscale.io.writing import atomic_write
 
 Data = dict[str, Any]  # values of JSON, arrays, and lists of arrays (a map per scale)
 
@@ -24,7 +24,7 @@ def store(data: Data, folder: Path, name: str) -> Path:
     known = {key.partition(".")[0] for key in arrays}
     about = json.dumps({k: v for k, v in data.items() if k not in known}, indent=1, ensure_ascii=False)
     path = folder / f"{name}.{'npz' if arrays else 'json'}"
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         if arrays:
             np.savez_compressed(file, about=np.array(about), **arrays)
         else:

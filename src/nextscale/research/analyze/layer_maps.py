@@ -20,7 +20,7 @@ def measure(watched: Watched) -> Data:
     """Maps of one scale; means of all. The last entry of each is the model's actual prediction."""
     scale = max(round(PLACE * len(watched.grids)), 1) - 1
     stacks = [
-        np.concatenate((lens, final[None])) for lens, final in zip(watched.lens, watched.conditional, strict=True)
+        np.concatenate((lens, final[None])) for lens, final in zip(watched.logit_lens, watched.conditional, strict=True)
     ]
     return {
         **watched.about(),

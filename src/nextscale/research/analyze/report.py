@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from nextscale.io.writing import whole_file
+from nextscale.io.writing import atomic_write
 from nextscale.research.analyze.figures import Figure
 from nextscale.research.analyze.style import quoted
 from nextscale.version import __version__
@@ -72,5 +72,5 @@ def write_report(
             for picture, (f, data) in figures.items()
         ),
     )
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(page.encode())

@@ -13,7 +13,7 @@ from nextscale.engine.entropy import token_entropy
 from nextscale.engine.loop import ScaleEnd
 from nextscale.engine.schedule import Grid, Scale
 from nextscale.io.images import to_pil
-from nextscale.methods.base import Context, Group, Method, Policy, ScalePlan, Stats
+from nextscale.methods.base import Group, Method, Policy, PolicyContext, ScaleContext, ScalePlan
 from nextscale.methods.selection import Selection
 from nextscale.pipeline import Pipeline
 
@@ -32,7 +32,9 @@ class Watched:
     full: list[Image.Image] = field(default_factory=list)  # the same in full size
     conditional: list[np.ndarray] = field(default_factory=list)  # entropy of the raw conditional prediction
     guided: list[np.ndarray] = field(default_factory=list)  # after temperature and guidance
-    lens: list[np.ndarray] = field(default_factory=list)  # entropy of what the head would predict before each layer
+    logit_lens: list[np.ndarray] = field(
+        default_factory=list
+    )  # entropy of what the head would predict before each layer
     moved: list[np.ndarray] = field(default_factory=list)  # mean squared change of the state by each layer
     attention: np.ndarray | None = None  # attention entropy of each layer, at the watched scale
     attention_scale: int = 0  # from 1
@@ -51,46 +53,48 @@ class Watcher(Method):
 
     attention_at: float = 6 / 13  # the scale, as a share of the schedule, whose attention is looked at
 
-    def start(self, context: Context) -> WatchingPolicy:
+    def start(self, context: PolicyContext) -> WatchingPolicy:
         return WatchingPolicy(context, self)
 
 
 class WatchingPolicy(Policy):
     """Of a call with one image."""
 
-    def __init__(self, context: Context, method: Watcher) -> None:
+    def __init__(self, context: PolicyContext, method: Watcher) -> None:
         super().__init__(context)
         self.attention_scale = max(round(method.attention_at * len(context.schedule)), 2) - 1  # index
-        self.lens: list[list[np.ndarray]] = []
+        self.logit_lens: list[list[np.ndarray]] = []
         self.moved: list[list[np.ndarray]] = []
         self.conditional: list[np.ndarray] = []
         self.guided: list[np.ndarray] = []
         self.attention: np.ndarray | None = None
 
-    def begin_scale(self, scale: Scale) -> ScalePlan:
-        self.lens.append([])
+    def plan_scale(self, scale: Scale) -> ScalePlan:
+        self.logit_lens.append([])
         self.moved.append([])
         needs = frozenset({"attention_entropy"}) if scale.index == self.attention_scale else frozenset()
         return self.plan(scale, needs=needs)
 
-    def select(self, layer: int, group: Group, x: Tensor, stats: Stats) -> Selection | None:
-        self.lens[-1].append(_map(token_entropy(stats.lens(x, False)), stats))
+    def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
+        self.logit_lens[-1].append(_map(token_entropy(ctx.logit_lens(x, False)), ctx))
         return None
 
-    def fill(self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, stats: Stats) -> Tensor:
-        self.moved[-1].append(_map((y - x)[:1].square().mean(-1), stats))
-        return super().fill(layer, group, x, chosen, y, stats)
+    def restore(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, ctx: ScaleContext
+    ) -> Tensor:
+        self.moved[-1].append(_map((y - x)[:1].square().mean(-1), ctx))
+        return super().restore(layer, group, x, chosen, y, ctx)
 
-    def end_scale(self, x: Tensor, raw: Tensor, logits: Tensor, stats: Stats) -> None:
-        self.conditional.append(_map(token_entropy(raw[:1]), stats))
-        self.guided.append(_map(token_entropy(logits), stats))
-        if stats.attention_entropy:
-            self.attention = np.stack([_map(layer[:1], stats) for layer in stats.attention_entropy])
+    def on_logits(self, x: Tensor, raw: Tensor, logits: Tensor, ctx: ScaleContext) -> None:
+        self.conditional.append(_map(token_entropy(raw[:1]), ctx))
+        self.guided.append(_map(token_entropy(logits), ctx))
+        if ctx.attention_entropy:
+            self.attention = np.stack([_map(layer[:1], ctx) for layer in ctx.attention_entropy])
 
 
-def _map(values: Tensor, stats: Stats) -> np.ndarray:
+def _map(values: Tensor, ctx: ScaleContext) -> np.ndarray:
     """[1, N] -> [h, w]"""
-    return values[0].float().view(stats.scale.grid).cpu().numpy()
+    return values[0].float().view(ctx.scale.grid).cpu().numpy()
 
 
 def thumbnail(image: Image.Image) -> np.ndarray:
@@ -114,6 +118,6 @@ def watch(pipe: Pipeline, prompt: str | int, seed: int, attention_at: float = 6 
     policy = out.trace.policy
     assert isinstance(policy, WatchingPolicy)
     seen.conditional, seen.guided = policy.conditional, policy.guided
-    seen.lens, seen.moved = ([np.stack(layers) for layers in each] for each in (policy.lens, policy.moved))
+    seen.logit_lens, seen.moved = ([np.stack(layers) for layers in each] for each in (policy.logit_lens, policy.moved))
     seen.attention, seen.attention_scale = policy.attention, policy.attention_scale + 1
     return seen

@@ -22,7 +22,7 @@ from torch import Tensor
 from nextscale.errors import NextscaleError
 from nextscale.io.progress import bar
 from nextscale.io.reading import parse_json, read_text
-from nextscale.io.writing import as_json, whole_file
+from nextscale.io.writing import as_json, atomic_write
 from nextscale.methods import Method
 from nextscale.pipeline import Pipeline
 from nextscale.research.evaluate.psnr import EQUAL, psnr
@@ -197,9 +197,9 @@ def _joined(cells: list[Cell]) -> Cell:
 def _write(path: Path, cell: Cell) -> None:
     """The records last: where they are, the cell is complete."""
     if cell.features is not None:
-        with whole_file(path.with_suffix(".npy")) as file:
+        with atomic_write(path.with_suffix(".npy")) as file:
             np.save(file, cell.features)
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(as_json(cell.records, indent=None))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nextscale.io.writing import whole_file
+from nextscale.io.writing import atomic_write
 from nextscale.research.evaluate.report import Row
 from nextscale.research.evaluate.statistics import Estimate, pareto
 
@@ -72,7 +72,7 @@ def draw_curves(
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=10)
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=120)
     plt.close(figure)
 

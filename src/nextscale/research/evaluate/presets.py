@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nextscale.io.writing import as_json, whole_file
+from nextscale.io.writing import as_json, atomic_write
 from nextscale.methods.base import SCHEMA, Method
 from nextscale.methods.compose import Compose
 from nextscale.research.evaluate.report import Row
@@ -50,7 +50,7 @@ def presets(
 
 def write_presets(folder: Path, found: Mapping[str, dict[str, Any]]) -> None:
     for name, content in found.items():
-        with whole_file(folder / name) as file:
+        with atomic_write(folder / name) as file:
             file.write(as_json(content))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from nextscale.errors import NextscaleError
 from nextscale.io.locking import LOCK, locked
 from nextscale.io.reading import read_json
-from nextscale.io.writing import UNFINISHED, as_json, remove_unfinished, require_folder, whole_file
+from nextscale.io.writing import UNFINISHED, as_json, atomic_write, remove_unfinished, require_folder
 from nextscale.methods import Method
 from nextscale.research.evaluate.bench import Bench
 from nextscale.research.evaluate.recognizer import read_about
@@ -60,7 +60,7 @@ def open_folder(bench: Bench) -> None:
             raise NextscaleError(f"{folder} is an evaluation with other settings: {difference}; choose another --out")
         return
     require_ours(folder)
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(as_json(now))
 
 
@@ -104,9 +104,9 @@ def save(bench: Bench, methods: dict[str, Method | None], report: Report, rows: 
         "skipped": skipped(bench.skipped),
         "pictures": pictures,
     }
-    with whole_file(folder / RESULTS) as file:
+    with atomic_write(folder / RESULTS) as file:
         file.write(as_json(content, indent=None))
-    with whole_file(folder / TABLE) as file:
+    with atomic_write(folder / TABLE) as file:
         file.write(as_csv(rows).encode())
 
 

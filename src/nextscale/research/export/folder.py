@@ -16,7 +16,7 @@ from PIL import Image
 
 from nextscale.errors import NextscaleError, choices
 from nextscale.io.locking import LOCK, locked, require_unlocked
-from nextscale.io.writing import require_folder, whole_file
+from nextscale.io.writing import atomic_write, require_folder
 from nextscale.research.export.base import Picture
 from nextscale.research.export.manifest import require_agreement
 from nextscale.research.export.work import Shard, Work
@@ -122,13 +122,13 @@ class Folder:
         path = self.images / picture.path
         data = io.BytesIO()  # PIL writing to a full disk by itself does not say why it failed
         grid(tiles).save(data, **FORMATS[path.suffix])
-        with whole_file(path, scratch) as file:
+        with atomic_write(path, scratch) as file:
             file.write(data.getvalue())
 
     def save_beside(self, picture: Picture, scratch: Path) -> None:
         if picture.beside is None or (self.images / picture.beside[0]).exists():
             return
-        with whole_file(self.images / picture.beside[0], scratch) as file:
+        with atomic_write(self.images / picture.beside[0], scratch) as file:
             file.write(f"{picture.beside[1]}\n".encode())
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from nextscale.errors import NextscaleError
 from nextscale.io.progress import bar
-from nextscale.io.writing import as_json, whole_file
+from nextscale.io.writing import as_json, atomic_write
 from nextscale.methods import Method
 from nextscale.pipeline import Pipeline
 from nextscale.research.export.base import Picture
@@ -112,7 +112,7 @@ def _record(folder: Folder, content: dict[str, Any], run: dict[str, Any], scratc
     """The manifest; a run on another machine or version adds itself to those that it names."""
     runs = read_manifest(folder.manifest)["runs"] if folder.manifest.exists() else []
     content["runs"] = runs if run in runs else [*runs, run]
-    with whole_file(folder.manifest, scratch) as file:
+    with atomic_write(folder.manifest, scratch) as file:
         file.write(as_json(content))
 
 

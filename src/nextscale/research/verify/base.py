@@ -13,13 +13,13 @@ from torch import Tensor
 
 from nextscale.checkpoints.files import open_states
 from nextscale.engine.loop import ScaleEnd, generate
-from nextscale.engine.rng import Draws
+from nextscale.engine.rng import NoiseSource
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule
 from nextscale.engine.trace import Costs, Trace, TracedImage
 from nextscale.errors import NextscaleError, choices
 from nextscale.io import reading
-from nextscale.methods.base import Context, Policy
+from nextscale.methods.base import Policy, PolicyContext
 
 TOLERANCE = 1e-3
 # Smoothed sampling divides by a temperature down to 0.0135, which turns rounding noise of the logits into
@@ -106,7 +106,7 @@ class RecordedRun:
     condition: Any
     images: int
     sampling: Sampling
-    draws: Draws
+    draws: NoiseSource
     tokens_name: str  # "tokens" or "bits"
     finish: Callable[[Tensor], dict[str, tuple[Tensor, float]]]  # decoder output -> what was recorded of it
     tolerance: float = TOLERANCE
@@ -142,7 +142,7 @@ class Case:
             theirs = self.recorded.tensors.get(f"{run.name}.f_hat.{end.scale.index}")
             return theirs.to(end.features.device) if run.sampling.smooth and theirs is not None else None
 
-        context = Context(run.images, self.schedule, run.sampling, self.backbone.depth, self.backbone.parts)
+        context = PolicyContext(run.images, self.schedule, run.sampling, self.backbone.depth, self.backbone.parts)
         who = [TracedImage(None)] * run.images
         generate(
             self.backbone,
@@ -207,5 +207,5 @@ class Arguments:
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    state = open_states(path)[0]
-    return state.tensors(list(state.infos))
+    cond = open_states(path)[0]
+    return cond.tensors(list(cond.infos))

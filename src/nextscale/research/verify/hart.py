@@ -110,14 +110,14 @@ def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _part(tensors: Mapping[str, Tensor], prefix: str, family: str, config: Any, device: torch.device) -> Any:
     """A module from the tensors of a case; what generation does not use was not stored, and is zero."""
     inside = "vae." if family == "hybrid-vq" else ""
-    state = {inside + key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+    cond = {inside + key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
     if inside:
         with torch.device("meta"):
             module = FAMILIES[family].module(config)
         left_out = [n for n, _ in module.named_parameters() if n.startswith(("encoder.", "quant_conv."))]
         for name in left_out:
-            state.setdefault(inside + name, torch.zeros(module.get_parameter(name).shape))
-    return official_part([LiveState("recorded", state)], (family,), config).build(torch.float32, device)
+            cond.setdefault(inside + name, torch.zeros(module.get_parameter(name).shape))
+    return official_part([LiveState("recorded", cond)], (family,), config).build(torch.float32, device)
 
 
 def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: torch.device) -> Case:
@@ -182,8 +182,8 @@ def _between(case: Case, run: RecordedRun, maps: list[Tensor]) -> None:
         recorded.compare(f"{run.name}.x_in.{scale.index}", torch.cat((x, x)), run.tolerance)
     if f"{run.name}.x_in.0" in recorded.tensors:
         with torch.inference_mode():
-            state = case.backbone.begin(run.condition, case.schedule, guided=True)
-            recorded.compare(f"{run.name}.x_in.0", case.backbone.embed(state, None, scales[0]))
+            cond = case.backbone.begin(run.condition, case.schedule, guided=True)
+            recorded.compare(f"{run.name}.x_in.0", case.backbone.embed(cond, None, scales[0]))
     for scale in scales:
         ratio = run.sampling.progress[scale.index]
         tau = torch.tensor(max(0.27 * (1 - 0.95 * ratio), 0.005))

@@ -12,7 +12,7 @@ from torch import Tensor
 from nextscale.checkpoints.files import open_states
 from nextscale.checkpoints.pretrained import official_part
 from nextscale.engine.guidance import per_scale
-from nextscale.engine.rng import OfficialDraws
+from nextscale.engine.rng import GeneratorNoise
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import INFINITY_GRIDS, Schedule
 from nextscale.errors import NextscaleError, choices
@@ -133,7 +133,7 @@ def _run(name: str, values: Any, recorded: Recorded, scales: int, depth: int) ->
         bgr = image.add(1).div(2).mul(255).to(torch.uint8).flip(1).permute(0, 2, 3, 1)
         return {"image": (image, TOLERANCE), "image_uint8_bgr": (bgr, 1)}  # rounding may cross an integer
 
-    return RecordedRun(name, condition, len(condition.text), sampling, OfficialDraws(generator), "bits", finish)
+    return RecordedRun(name, condition, len(condition.text), sampling, GeneratorNoise(generator), "bits", finish)
 
 
 def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: torch.device) -> Case:
@@ -177,8 +177,8 @@ def _teacher_forced(case: Case, run: RecordedRun, maps: list[Tensor]) -> None:
     """One masked pass over the greedy maps must give what was generated scale by scale."""
     inputs = [None] + [case.tokenizer.inputs(m, s) for m, s in zip(maps, list(case.schedule)[1:], strict=False)]
     with torch.inference_mode():
-        state = case.backbone.begin(run.condition, case.schedule, guided=False)
-        logits = case.backbone.teacher_forced(state, inputs, case.schedule)
+        cond = case.backbone.begin(run.condition, case.schedule, guided=False)
+        logits = case.backbone.teacher_forced(cond, inputs, case.schedule)
     case.recorded.compare("tf.logits", logits.flatten(2))
 
 
@@ -206,9 +206,9 @@ def _rounded(case: Case) -> None:
     rounded.load_state_dict(case.backbone.state_dict())
     for run in case.runs:
         if any(name.startswith(f"{ROUNDED}/{run.name}.") for name in case.recorded.tensors):
-            assert isinstance(run.draws, OfficialDraws)
+            assert isinstance(run.draws, GeneratorNoise)
             assert run.draws.generator is not None
-            draws = OfficialDraws(torch.Generator().manual_seed(run.draws.generator.initial_seed()))
+            draws = GeneratorNoise(torch.Generator().manual_seed(run.draws.generator.initial_seed()))
             again = dataclasses.replace(run, name=f"{ROUNDED}/{run.name}", draws=draws, tolerance=ROUNDED_TOLERANCE)
             case.recorded.used.add(f"{again.name}.text_lens")  # the same text
             dataclasses.replace(case, backbone=rounded).play(again)

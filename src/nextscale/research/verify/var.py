@@ -11,7 +11,7 @@ from torch import Tensor
 from nextscale.checkpoints.files import open_states
 from nextscale.checkpoints.pretrained import official_part
 from nextscale.engine.guidance import ramp
-from nextscale.engine.rng import OfficialDraws
+from nextscale.engine.rng import GeneratorNoise
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule
 from nextscale.errors import NextscaleError
@@ -101,7 +101,7 @@ def _run(name: str, values: Any, recorded: Recorded, classes: int, scales: int) 
         return {"image": (image.add(1).mul(0.5), TOLERANCE)}
 
     tolerance = SMOOTHED if sampling.smooth else TOLERANCE
-    return RecordedRun(name, labels, len(labels), sampling, OfficialDraws(generator), "tokens", finish, tolerance)
+    return RecordedRun(name, labels, len(labels), sampling, GeneratorNoise(generator), "tokens", finish, tolerance)
 
 
 def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: torch.device) -> Case:
@@ -135,8 +135,8 @@ def _teacher_forced(case: Case) -> None:
     x = recorded.get("tf.x").float().to(case.backbone.device)
     parts = x.split([s.tokens for s in schedule][1:], dim=1)
     with torch.inference_mode():
-        state = case.backbone.begin(recorded.get("tf.labels").long(), schedule, guided=False)
-        logits = case.backbone.teacher_forced(state, [None, *parts], schedule)
+        cond = case.backbone.begin(recorded.get("tf.labels").long(), schedule, guided=False)
+        logits = case.backbone.teacher_forced(cond, [None, *parts], schedule)
     recorded.compare("tf.logits", logits)
 
 

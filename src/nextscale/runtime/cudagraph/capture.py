@@ -14,29 +14,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nextscale.kernels.pinned_copy import carry
+from nextscale.kernels.pinned_copy import copy_pinned
 from nextscale.methods.base import Choices, Numbers
 from nextscale.methods.selection import Packed, Selection
-from nextscale.runtime.eager import Step
+from nextscale.runtime.eager import ScaleOutput
 
 SHORT = 4096  # numbers of a report
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a scale leaves behind. Graphs share memory: `step` and `chosen` hold until another one is replayed."""
+    """What a scale leaves behind. Graphs share memory: `output` and `chosen` hold until another one is replayed."""
 
-    step: Step
+    output: ScaleOutput
     chosen: Chosen
-    told: Told
+    readback: HostReadback
     memory: dict[Hashable, Any]  # of the policy
     level: list[bool]  # of each layer: its rows are still equally long
-    state: int  # of the memory: where it lies
+    cond: int  # of the memory: where it lies
 
 
 @dataclass(frozen=True)
 class Captured:
-    graph: Any  # like `Pieces`
+    graph: Any  # like `GraphSegments`
     made: Recorded
 
 
@@ -88,14 +88,14 @@ class Kept(Choices):
         return self.layers[layer]
 
 
-class Pieces:
+class GraphSegments:
     """CUDA graphs that follow each other. While the device runs one, the host hands over the next."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.graphs: list[Any] = []
         self.telling = -1  # the piece behind which all that the host asks for has been written
-        self.told = torch.cuda.Event()
+        self.ready_event = torch.cuda.Event()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -135,41 +135,43 @@ class Pieces:
         for n, graph in enumerate(self.graphs):
             graph.replay()
             if n == self.telling:
-                self.told.record()
+                self.ready_event.record()
 
     def wait(self) -> None:
         """Until the newest replay has told what it tells."""
-        self.told.synchronize()
+        self.ready_event.synchronize()
 
 
 @dataclass
 class Capturing:
     """A scale while it is captured, or run once before."""
 
-    pieces: Pieces | None
-    told: Told | None  # made at the first run: its memory has to be there before anything is captured
+    pieces: GraphSegments | None
+    readback: HostReadback | None  # made at the first run: its memory has to be there before anything is captured
     pages: Tensor | None = None  # of the KV caches: how many are taken, [1]
     largest: Tensor | None = None  # logits
     at_work: Tensor | None = None  # [R], if some rows rest
 
     def tell(self, report: dict[str, Tensor]) -> None:
         assert self.largest is not None
-        self.told = self.told or Told(report, self.largest, self.pages)
-        self.told.write(report, self.largest, self.pages)
+        self.readback = self.readback or HostReadback(report, self.largest, self.pages)
+        self.readback.write(report, self.largest, self.pages)
         if self.pieces is not None:
             self.pieces.tell()
 
 
-class Told:
+class HostReadback:
     """What a scale reports, its largest logits, and how many pages are taken behind it, if there are such. Short parts
     end in memory that the host can read."""
 
     def __init__(self, report: dict[str, Tensor], largest: Tensor, pages: Tensor | None = None) -> None:
-        self.long = {name: told for name, told in report.items() if told.numel() > SHORT}
-        short = {name: told for name, told in report.items() if name not in self.long}
-        ends = list(itertools.accumulate((told.numel() for told in short.values()), initial=0))
+        self.long = {name: readback for name, readback in report.items() if readback.numel() > SHORT}
+        short = {name: readback for name, readback in report.items() if name not in self.long}
+        ends = list(itertools.accumulate((readback.numel() for readback in short.values()), initial=0))
         self.end, self.behind = ends[-1], ends[-1] + largest.numel()
-        self.places = {name: (slice(*ends[n : n + 2]), told.shape) for n, (name, told) in enumerate(short.items())}
+        self.places = {
+            name: (slice(*ends[n : n + 2]), readback.shape) for n, (name, readback) in enumerate(short.items())
+        }
         size = self.behind + (pages is not None)
         self.host = torch.empty(size, dtype=torch.float64, pin_memory=largest.is_cuda)
         self.numbers = self.host.numpy()  # the same memory: arrays are read faster than tensors
@@ -177,7 +179,7 @@ class Told:
     def write(self, report: dict[str, Tensor], largest: Tensor, pages: Tensor | None = None) -> None:
         self.long = {name: report[name] for name in self.long}
         numbers = [report[name].double().flatten() for name in self.places] + [largest.double()]
-        carry(self.host, torch.cat(numbers if pages is None else [*numbers, pages.double()]))
+        copy_pinned(self.host, torch.cat(numbers if pages is None else [*numbers, pages.double()]))
 
     @property
     def largest(self) -> list[float]:
@@ -188,15 +190,15 @@ class Told:
 class Report(Mapping[str, Numbers]):
     """What one replay reports. Whoever asks for a number waits for it."""
 
-    def __init__(self, told: Told, wait: Callable[[], None], images: Sequence[int] | None = None) -> None:
+    def __init__(self, readback: HostReadback, wait: Callable[[], None], images: Sequence[int] | None = None) -> None:
         """Of these images alone; None = all of them."""
-        self.source: tuple[Told, Callable[[], None]] | None = told, wait  # until it has been read
+        self.source: tuple[HostReadback, Callable[[], None]] | None = readback, wait  # until it has been read
         self.images = None if images is None else list(images)
-        self.long = {name: part.clone() for name, part in told.long.items()}
-        self.places = told.places
+        self.long = {name: part.clone() for name, part in readback.long.items()}
+        self.places = readback.places
         self.names = (*self.places, *self.long)
-        self.behind = told.behind
-        self.numbers = told.numbers
+        self.behind = readback.behind
+        self.numbers = readback.numbers
 
     @property
     def pages(self) -> int:
@@ -223,7 +225,7 @@ class Report(Mapping[str, Numbers]):
     def read(self) -> np.ndarray:
         """Copy what the next replay will write over."""
         if self.source is not None:
-            told, wait = self.source
+            readback, wait = self.source
             wait()
-            self.numbers, self.source = told.numbers.copy(), None
+            self.numbers, self.source = readback.numbers.copy(), None
         return self.numbers

@@ -25,19 +25,27 @@ from torch import Tensor, nn
 import nextscale
 from nextscale.cache.kv import LayerCache
 from nextscale.cache.paged import PagedCache
-from nextscale.engine.rng import Draws, PerImageDraws
+from nextscale.engine.rng import NoiseSource, PerImageNoise
 from nextscale.engine.sampling import ScaleNumbers
 from nextscale.engine.schedule import Scale
-from nextscale.engine.state import Run, not_finite
-from nextscale.methods.base import Stats
+from nextscale.engine.state import GenerationState, not_finite
+from nextscale.methods.base import ScaleContext
 from nextscale.models.base import Backbone, takes_packed
 from nextscale.models.offload import set_aside
 from nextscale.models.packing import pack
-from nextscale.runtime.cudagraph.capture import Captured, Capturing, Chosen, Pieces, Recorded, Report, Told
+from nextscale.runtime.cudagraph.capture import (
+    Captured,
+    Capturing,
+    Chosen,
+    GraphSegments,
+    HostReadback,
+    Recorded,
+    Report,
+)
 from nextscale.runtime.cudagraph.shared_memory import Ground
 from nextscale.runtime.cudagraph.static_buffers import Inputs, Program
 from nextscale.runtime.decoder import FastDecode, pictures_at_once
-from nextscale.runtime.eager import Eager, Step, Task, Work
+from nextscale.runtime.eager import CallContext, Eager, ScaleBatch, ScaleOutput
 from nextscale.tokenizers.base import ImageTokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,7 +70,7 @@ class Graphs(Eager):
         self.reason = ""  # why this call is not captured
         self.apart = False  # pictures of this call have run different scales
         self.ran: list[tuple[Scale, Captured]] = []  # captured scales of this call
-        self.state: int | None = None  # where the newest of them left what the method remembers
+        self.cond: int | None = None  # where the newest of them left what the method remembers
         self.reports: list[Report] = []  # of them
         self.captured = 0  # scales
         self.batches: set[int] = set()  # numbers of pictures that a warm-up was for
@@ -70,34 +78,34 @@ class Graphs(Eager):
         self.refused: dict[Hashable, str] = {}  # methods that turned out to wait, and where
         self.capturing: Capturing | None = None
 
-    def open(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
+    def open(self, call: CallContext, inputs: Inputs, images: int, guided: bool) -> GenerationState:
         for report in self.reports:  # the call before may not have asked for all it can
             report.read()
         self.ran.clear()
         self.reports.clear()
-        self.state = None
-        self.apart, self.reason = False, why_not(work) or self.refused.get(work.policy.structure, "")
+        self.cond = None
+        self.apart, self.reason = False, why_not(call) or self.refused.get(call.policy.structure, "")
         if self.reason:
             logger.info("no CUDA graphs: %s", self.reason)
             self.program = None
-            return super().open(work, inputs, images, guided)
+            return super().open(call, inputs, images, guided)
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in inputs)
-        method = None if work.policy.passive else work.policy.structure
-        sampling = work.sampling.structure(bits=bool(work.backbone.token_shape))
-        key = (work.backbone, work.schedule, sampling, shapes, images, guided, method)
+        method = None if call.policy.passive else call.policy.structure
+        sampling = call.sampling.structure(bits=bool(call.backbone.token_shape))
+        key = (call.backbone, call.schedule, sampling, shapes, images, guided, method)
         self.program = self.programs.pop(key, None)
         if self.program is None:
-            self.make_place(work.backbone.device)
-            set_aside(work.tokenizer.encoder)  # `encode` fetches it
-            pack(large_parts(work.backbone))
-            run = super().open(work, inputs, images, guided)
-            self.ground = self.ground or Ground(work.backbone.device)
+            self.make_place(call.backbone.device)
+            set_aside(call.tokenizer.encoder)  # `encode` fetches it
+            pack(large_parts(call.backbone))
+            run = super().open(call, inputs, images, guided)
+            self.ground = self.ground or Ground(call.backbone.device)
             if run.features.is_cuda:
-                self.record_decoders(work.tokenizer, run.features)  # first, for caches will lie where they work
-            self.program = Program(work, inputs, run, self.ground)
-            self.program.beginning = self.record_state(work, self.program)
+                self.record_decoders(call.tokenizer, run.features)  # first, for caches will lie where they work
+            self.program = Program(call, inputs, run, self.ground)
+            self.program.beginning = self.record_state(call, self.program)
         self.programs[key] = self.program
-        run = self.program.load(work, inputs, images, guided)
+        run = self.program.load(call, inputs, images, guided)
         if self.rehearsing and self.program.pages is not None:
             self.program.pages.repeat()  # a rehearsal keeps more than other calls do
         return run
@@ -120,126 +128,130 @@ class Graphs(Eager):
             self.forget()
         return bool(others)
 
-    def record_state(self, work: Work, program: Program) -> tuple[Any, Any]:
+    def record_state(self, call: CallContext, program: Program) -> tuple[Any, Any]:
         """A graph that makes the state from its inputs. It has been made before, so nothing is left to compile."""
-        graph = Pieces(torch.cuda.graph_pool_handle())  # for itself: it stays when all others are captured anew
+        graph = GraphSegments(torch.cuda.graph_pool_handle())  # for itself: it stays when all others are captured anew
         torch.cuda.synchronize()
         with torch.cuda.stream(self.ground.side), graph.capturing():
-            state = work.backbone.prepare(program.inputs, work.schedule)
+            cond = call.backbone.prepare(program.inputs, call.schedule)
         torch.cuda.synchronize()
-        return graph, state
+        return graph, cond
 
-    def numbers(self, work: Work, scale: Scale) -> ScaleNumbers:
+    def numbers(self, call: CallContext, scale: Scale) -> ScaleNumbers:
         if self.capturing is None or self.program is None:
-            return super().numbers(work, scale)
+            return super().numbers(call, scale)
         return ScaleNumbers(*self.program.settings[scale.index].unbind())
 
-    def run_scale(self, work: Work, task: Task, features: Tensor, kv: Sequence[LayerCache]) -> Step:
-        program, scale, plan, rests = self.program, task.scale, task.plan, task.rows != task.placed
+    def run_scale(
+        self, call: CallContext, batch: ScaleBatch, features: Tensor, kv: Sequence[LayerCache]
+    ) -> ScaleOutput:
+        program, scale, plan, rests = self.program, batch.scale, batch.plan, batch.rows != batch.placed
         # What a method remembers of a picture that leaves out a scale has another grid than the others have.
-        self.apart |= task.returns and not work.policy.passive
-        if self.reason or program is None or self.apart or (rests and not self.rests(work.backbone)):
-            self.state = None
+        self.apart |= batch.returns and not call.policy.passive
+        if self.reason or program is None or self.apart or (rests and not self.rests(call.backbone)):
+            self.cond = None
             if program is not None:  # what was told lies in its places
-                program.numbers.put(scale.index)
-                program.numbers.fetch(scale.index)
+                program.uploads.stage(scale.index)
+                program.uploads.fetch(scale.index)
             leave_pages(kv)
-            return super().run_scale(work, task, features, kv)
+            return super().run_scale(call, batch, features, kv)
         if features is not program.features:
             program.features.copy_(features)
         program.draws.refill(scale.index, range(len(features)))
-        program.numbers.put(scale.index)
+        program.uploads.stage(scale.index)
         if rests:
-            program.rest(task)
-        before = scale.start + (work.backbone.context if scale.index else 0)
+            program.rest(batch)
+        before = scale.start + (call.backbone.context if scale.index else 0)
         for cache in kv:
             if cache.used < before:  # some tokens were left out: how long rows are, the device knows
-                cache.used, cache.length = before, cache.length_place
-        if program.pages is not None and not ends(work, task) and not self.rehearsing:
-            new = tokens_of(work, scale)
-            self.grown += program.pages.provide(new, before + new, len(task.rows.all), self.pages_taken)
-        state = program.state() if self.state is None else self.state
-        told = tuple(program.numbers.told)
-        any_ = (work.watched, scale.index, task.placed, rests, plan.variant, plan.needs, state, told)
+                cache.used, cache.length = before, cache.static_length
+        if program.pages is not None and not ends(call, batch) and not self.rehearsing:
+            new = tokens_of(call, scale)
+            self.grown += program.pages.provide(new, before + new, len(batch.rows.all), self.pages_taken)
+        cond = program.cond() if self.cond is None else self.cond
+        uploaded = tuple(program.uploads.pending)
+        any_ = (call.watched, scale.index, batch.placed, rests, plan.variant, plan.needs, cond, uploaded)
         # Where every layer leaves tokens out, or somebody rests, only the device knows how much of the caches is used.
         key = (*any_, tuple((cache.used, cache.length is None) for cache in kv))
         captured = program.graphs.get(any_) or program.graphs.get(key)
         if captured is None:
             try:
-                captured = self.capture(program, work, task, kv)
+                captured = self.capture(program, call, batch, kv)
             except Waiting as waiting:
-                self.refused[work.policy.structure] = self.reason = str(waiting)
-                logger.warning("%s %s, so its scales are not captured", work.policy.name or "the method", waiting)
+                self.refused[call.policy.structure] = self.reason = str(waiting)
+                logger.warning("%s %s, so its scales are not captured", call.policy.name or "the method", waiting)
                 leave_pages(kv)
-                return super().run_scale(work, task, features, kv)
+                return super().run_scale(call, batch, features, kv)
             program.graphs[any_ if rests or captured.made.chosen.everywhere else key] = captured
         self.ran.append((scale, captured))
-        return self.replay(program, work, task, kv, captured)
+        return self.replay(program, call, batch, kv, captured)
 
     def pages_taken(self) -> int:
         """Behind the newest scale of this call, which is waited for."""
         return self.reports[-1].pages if self.reports else 0
 
-    def replay(self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache], captured: Captured) -> Step:
-        scale, made = task.scale, captured.made
+    def replay(
+        self, program: Program, call: CallContext, batch: ScaleBatch, kv: Sequence[LayerCache], captured: Captured
+    ) -> ScaleOutput:
+        scale, made = batch.scale, captured.made
         captured.graph.replay()
         # While the device is at work: the numbers of the next scale, and what has to outlive this one.
         program.draws.refill(scale.index + 1, range(len(program.features)))
         program.memory.remember(made.memory)
         for cache, level in zip(kv, made.level, strict=True):
-            cache.used += tokens_of(work, scale)
-            cache.length = None if level else cache.length_place
-        self.state = made.state
-        places = task.places
-        self.reports.append(Report(made.told, captured.graph.wait, None if places is None else task.rows.which))
-        chosen, before, step = made.chosen.copied(places), made.step.stats, made.step
-        if places is not None and work.watched:
-            at = places.to(step.raw.device)
-            logits = step.logits[at[: task.rows.images]]
-            step = dataclasses.replace(step, logits=logits, raw=step.raw[at], hidden=step.hidden[at])
+            cache.used += tokens_of(call, scale)
+            cache.length = None if level else cache.static_length
+        self.cond = made.cond
+        places = batch.places
+        self.reports.append(Report(made.readback, captured.graph.wait, None if places is None else batch.rows.which))
+        chosen, before, output = made.chosen.copied(places), made.output.ctx, made.output
+        if places is not None and call.watched:
+            at = places.to(output.raw.device)
+            logits = output.logits[at[: batch.rows.images]]
+            output = dataclasses.replace(output, logits=logits, raw=output.raw[at], hidden=output.hidden[at])
         return dataclasses.replace(
-            step,
-            features=program.features.clone() if work.watched else program.features,
+            output,
+            features=program.features.clone() if call.watched else program.features,
             tokens=program.tokens[scale.index],
-            stats=Stats(scale, task.rows, before.lens, chosen, context=before.context),
+            ctx=ScaleContext(scale, batch.rows, before.logit_lens, chosen, context=before.context),
             report=self.reports[-1],
         )
 
-    def capture(self, program: Program, work: Work, task: Task, kv: Sequence[LayerCache]) -> Captured:
+    def capture(self, program: Program, call: CallContext, batch: ScaleBatch, kv: Sequence[LayerCache]) -> Captured:
         kv = [copy.copy(cache) for cache in kv]
-        rests, task = task.rows != task.placed, dataclasses.replace(task, rows=task.placed)  # all, whoever rests
-        if ends(work, task):
+        rests, batch = batch.rows != batch.placed, dataclasses.replace(batch, rows=batch.placed)  # all, whoever rests
+        if ends(call, batch):
             k, v = (t[: len(kv[0].k)] for t in program.tail)
             for cache in kv:
                 cache.tail = k, v
         used, lengths, remembered = kv[0].used, [cache.length for cache in kv], program.memory.entries()
-        work = dataclasses.replace(work, draws=program.draws)
-        told: Told | None = None
+        call = dataclasses.replace(call, draws=program.draws)
+        readback: HostReadback | None = None
 
-        def run(pieces: Pieces | None = None) -> Recorded:
-            nonlocal told
-            program.numbers.fetch(task.scale.index)
+        def run(pieces: GraphSegments | None = None) -> Recorded:
+            nonlocal readback
+            program.uploads.fetch(batch.scale.index)
             program.memory.remember(remembered)
             for cache, length in zip(kv, lengths, strict=True):
                 cache.used, cache.length = used, length
             taken = None if program.pages is None else program.pages.taken[-1:]
-            self.capturing = Capturing(pieces, told, taken, at_work=program.at_work(task) if rests else None)
+            self.capturing = Capturing(pieces, readback, taken, at_work=program.at_work(batch) if rests else None)
             try:
-                step = super(Graphs, self).run_scale(work, task, program.features, kv)
-                told = self.capturing.told
+                output = super(Graphs, self).run_scale(call, batch, program.features, kv)
+                readback = self.capturing.readback
             finally:
                 self.capturing = None
-            assert told is not None
-            program.tokens[task.scale.index].copy_(step.tokens)
-            if not work.watched:  # nobody asks for them, and they would take the memory of every scale
-                nothing = step.logits.new_empty(0)
-                step = dataclasses.replace(step, logits=nothing, raw=nothing, hidden=nothing)
-            memory, state = program.memory.entries(), program.state()
-            chosen = Chosen.of(step.stats.chosen, task.scale.tokens)
-            return Recorded(step, chosen, told, memory, [cache.length is None for cache in kv], state)
+            assert readback is not None
+            program.tokens[batch.scale.index].copy_(output.tokens)
+            if not call.watched:  # nobody asks for them, and they would take the memory of every scale
+                nothing = output.logits.new_empty(0)
+                output = dataclasses.replace(output, logits=nothing, raw=nothing, hidden=nothing)
+            memory, cond = program.memory.entries(), program.cond()
+            chosen = Chosen.of(output.ctx.chosen, batch.scale.tokens)
+            return Recorded(output, chosen, readback, memory, [cache.length is None for cache in kv], cond)
 
         program.save()
-        if not type(work.policy).__module__.startswith("nextscale.") and program.features.is_cuda:
+        if not type(call.policy).__module__.startswith("nextscale.") and program.features.is_cuda:
             require_no_wait(run, program, remembered)
         self.captured += 1
         graph, made = self.record(run, program)
@@ -255,12 +267,12 @@ class Graphs(Eager):
         torch.cuda.current_stream().wait_stream(side)
         program.go_back()
         torch.cuda.synchronize()
-        pieces = Pieces(self.ground.pool)
+        pieces = GraphSegments(self.ground.pool)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), pieces.capturing():
             self.ground.make_working_memory(program.working)
             made = run(pieces)
-            program.features.copy_(made.step.features)
+            program.features.copy_(made.output.features)
         torch.cuda.current_stream().wait_stream(side)
         return pieces, made
 
@@ -285,10 +297,10 @@ class Graphs(Eager):
     def rests(self, backbone: Backbone) -> bool:
         return takes_packed(backbone) or backbone.device.type == "cpu"  # where captures are emulated
 
-    def places(self, images: int, backbone: Backbone, draws: Draws, forced: Sequence[Tensor]) -> int:
+    def places(self, images: int, backbone: Backbone, draws: NoiseSource, forced: Sequence[Tensor]) -> int:
         """A batch is filled up with rows that rest if a warm-up was for one that is not much larger. Graphs of its own
         would be faster by a tenth, or a fifth without a method: complete scales in which nobody rests are cuBLAS's."""
-        if not isinstance(draws, PerImageDraws) or forced or not self.rests(backbone):
+        if not isinstance(draws, PerImageNoise) or forced or not self.rests(backbone):
             return images
         return min((n for n in self.batches if images <= n <= 2 * images), default=images)
 
@@ -303,7 +315,7 @@ class Graphs(Eager):
         else:
             self.capturing.largest = torch.stack(torch._foreach_norm([logits, raw], math.inf))
 
-    def told(self, report: dict[str, Tensor]) -> None:
+    def on_report_ready(self, report: dict[str, Tensor]) -> None:
         if self.capturing is not None:
             self.capturing.tell(report)
 
@@ -335,7 +347,7 @@ class Graphs(Eager):
         pictures = self.fast_decode(tokenizer, place)  # measures, loads
         torch.cuda.synchronize()
         with torch.cuda.stream(self.ground.side):
-            graph = Pieces(self.ground.reserve.id)
+            graph = GraphSegments(self.ground.reserve.id)
             with graph.capturing():
                 pictures.copy_(self.fast_decode(tokenizer, place))
         torch.cuda.synchronize()
@@ -344,7 +356,7 @@ class Graphs(Eager):
     def check(self, backbone: Backbone) -> None:
         for scale, captured in self.ran:
             captured.graph.wait()
-            guided, raw = captured.made.told.largest
+            guided, raw = captured.made.readback.largest
             if not math.isfinite(guided):
                 raise not_finite(math.isfinite(raw), scale, backbone)
 
@@ -396,26 +408,26 @@ def leave_pages(kv: Sequence[LayerCache]) -> None:
     kv[:] = [cache.copied() if isinstance(cache, PagedCache) else cache for cache in kv]
 
 
-def ends(work: Work, task: Task) -> bool:
+def ends(call: CallContext, batch: ScaleBatch) -> bool:
     """Whether no layer has to keep what it stores: nobody reads it later."""
-    return task.scale.index == len(work.schedule) - 1 and not work.policy.passive
+    return batch.scale.index == len(call.schedule) - 1 and not call.policy.passive
 
 
-def tokens_of(work: Work, scale: Scale) -> int:
+def tokens_of(call: CallContext, scale: Scale) -> int:
     """That a row has at most."""
-    return scale.tokens + (0 if scale.index else work.backbone.context)
+    return scale.tokens + (0 if scale.index else call.backbone.context)
 
 
-def why_not(work: Work) -> str:
+def why_not(call: CallContext) -> str:
     """What in this call cannot be captured."""
-    if not isinstance(work.draws, PerImageDraws):
+    if not isinstance(call.draws, PerImageNoise):
         return "random numbers come from the caller's generator"
-    if work.forced:
+    if call.forced:
         return "tokens are forced"
-    if not work.policy.passive and not work.policy.capturable:
+    if not call.policy.passive and not call.policy.capturable:
         return "the method waits for the device inside a scale"
-    if not work.policy.passive and work.policy.structure is None:
+    if not call.policy.passive and call.policy.structure is None:
         return "the policy does not say its method"
-    if not work.policy.passive and work.backbone.device.type == "cuda" and not takes_packed(work.backbone):
+    if not call.policy.passive and call.backbone.device.type == "cuda" and not takes_packed(call.backbone):
         return "layers in float32, or with heads of this width, have no kernels for tokens that a method keeps"
     return ""

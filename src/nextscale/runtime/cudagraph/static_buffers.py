@@ -9,14 +9,14 @@ from torch import Tensor
 
 from nextscale.cache.kv import LayerCache
 from nextscale.cache.paged import PAGE, PagedCache, Pages
-from nextscale.engine.rng import FixedDraws, PerImageDraws
-from nextscale.engine.state import Run
-from nextscale.methods.device_inputs import FetchedNumbers
+from nextscale.engine.rng import PerImageNoise, StaticNoise
+from nextscale.engine.state import GenerationState
+from nextscale.methods.device_inputs import FetchedInputs
 from nextscale.methods.token_cache import Places, TokenCaches
 from nextscale.models.base import takes_packed
 from nextscale.runtime.cudagraph.capture import Captured
 from nextscale.runtime.cudagraph.shared_memory import Ground
-from nextscale.runtime.eager import Task, Work
+from nextscale.runtime.eager import CallContext, ScaleBatch
 
 STREAMS = 2.5  # residual streams of the last scale that graphs hold at once, about
 
@@ -26,20 +26,20 @@ Inputs = tuple[Tensor | None, ...]  # a condition, as its backbone has read it
 class Program:
     """Everything of one shape of call, at fixed places."""
 
-    def __init__(self, work: Work, inputs: Inputs, run: Run, ground: Ground) -> None:
-        assert isinstance(work.draws, PerImageDraws)
+    def __init__(self, call: CallContext, inputs: Inputs, run: GenerationState, ground: Ground) -> None:
+        assert isinstance(call.draws, PerImageNoise)
         self.inputs: Inputs = tuple(None if t is None else t.clone() for t in inputs)
         self.features = run.features
         rows, heads, _, width = run.kv[0].k.shape
-        tokens, last = work.backbone.context + work.schedule.tokens, list(work.schedule)[-1].tokens
+        tokens, last = call.backbone.context + call.schedule.tokens, list(call.schedule)[-1].tokens
         # Keys and values of the last scale, of one layer at a time: nobody reads them later. Without a method they lie
         # behind the others, where torch's own attention finds them.
-        room, behind = (tokens, 0) if work.policy.passive else (tokens - last, last)
-        take, dtype = ground.share(), work.backbone.dtype
+        room, behind = (tokens, 0) if call.policy.passive else (tokens - last, last)
+        take, dtype = ground.share(), call.backbone.dtype
         self.tail = tuple(take((2, rows, heads, behind, width), dtype))
         self.kv: list[tuple[Tensor, ...]] = []
         self.pages: Pages | None = None  # instead, where tokens are left out and kernels find the others there
-        if not work.policy.passive and takes_packed(work.backbone) and len(run.kv) > 1:
+        if not call.policy.passive and takes_packed(call.backbone) and len(run.kv) > 1:
             page = heads, PAGE, width
             self.pages = Pages(len(run.kv), rows, page, room, dtype, self.features.device, take)
         else:
@@ -50,34 +50,36 @@ class Program:
         self.all_tokens = torch.cat([t.flatten() for t in run.tokens])
         parts = self.all_tokens.split([t.numel() for t in run.tokens])
         self.tokens = [part.view(t.shape) for part, t in zip(parts, run.tokens, strict=True)]
-        self.settings = work.sampling.all_numbers().to(self.features.device)
-        self.draws = FixedDraws(work.draws)
-        self.memory = TokenCaches(Places(work.schedule, take))
+        self.settings = call.sampling.all_numbers().to(self.features.device)
+        self.draws = StaticNoise(call.draws)
+        self.memory = TokenCaches(Places(call.schedule, take))
         self.states: dict[frozenset[Any], int] = {}
-        self.numbers = FetchedNumbers(len(work.schedule))
-        self.resting = FetchedNumbers(len(work.schedule))  # which rows do not
+        self.uploads = FetchedInputs(len(call.schedule))
+        self.resting = FetchedInputs(len(call.schedule))  # which rows do not
         self.beginning: tuple[Any, Any] = (None, None)  # a graph that makes the state, and the state
         self.graphs: dict[tuple[Any, ...], Captured] = {}  # of scales
-        stream = rows * max(s.tokens for s in work.schedule) * work.backbone.width * 4  # bytes of the largest
+        stream = rows * max(s.tokens for s in call.schedule) * call.backbone.width * 4  # bytes of the largest
         self.working = int(STREAMS * stream)
 
-    def load(self, work: Work, inputs: Inputs, images: int, guided: bool) -> Run:
+    def load(self, call: CallContext, inputs: Inputs, images: int, guided: bool) -> GenerationState:
         """Put what a call begins with to the fixed places, and let it work there."""
-        assert isinstance(work.draws, PerImageDraws)
+        assert isinstance(call.draws, PerImageNoise)
         for place, given in zip(self.inputs, inputs, strict=True):
             if place is not None and given is not None:
                 place.copy_(given)
-        graph, state = self.beginning
+        graph, cond = self.beginning
         graph.replay()
-        self.settings.copy_(work.sampling.all_numbers(pinned=self.settings.is_cuda), non_blocking=True)
-        self.draws.begin(work.draws)
+        self.settings.copy_(call.sampling.all_numbers(pinned=self.settings.is_cuda), non_blocking=True)
+        self.draws.begin(call.draws)
         self.features.zero_()
         self.lengths.zero_()
         self.memory.remember({})
-        self.numbers.begin()
-        work.policy.memory, work.policy.numbers = self.memory, self.numbers
+        self.uploads.reset()
+        call.policy.memory, call.policy.uploads = self.memory, self.uploads
         self.all_tokens.fill_(-1)
-        return Run(work.backbone, state, self.features, work.schedule, guided, self.caches(), self.tokens, stays=True)
+        return GenerationState(
+            call.backbone, cond, self.features, call.schedule, guided, self.caches(), self.tokens, stays=True
+        )
 
     def caches(self) -> list[LayerCache]:
         """Empty ones."""
@@ -86,19 +88,19 @@ class Program:
         self.pages.begin()
         return [PagedCache(self.pages, layer, length) for layer, length in enumerate(self.lengths)]
 
-    def rest(self, task: Task) -> None:
+    def rest(self, batch: ScaleBatch) -> None:
         """Tell the scale which rows do not."""
-        working = {*(task.places.tolist() if task.places is not None else range(len(task.placed.all)))}
+        working = {*(batch.places.tolist() if batch.places is not None else range(len(batch.placed.all)))}
         rows = [float(row in working) for row in range(len(self.lengths[0]))]
-        self.resting.tell("rows", rows, self.features.device)
-        self.resting.put(task.scale.index)
+        self.resting.upload("rows", rows, self.features.device)
+        self.resting.stage(batch.scale.index)
 
-    def at_work(self, task: Task) -> Tensor:
+    def at_work(self, batch: ScaleBatch) -> Tensor:
         """[R], on the device."""
-        self.resting.fetch(task.scale.index)
-        return self.resting["rows"][: len(task.placed.all)] > 0
+        self.resting.fetch(batch.scale.index)
+        return self.resting["rows"][: len(batch.placed.all)] > 0
 
-    def state(self) -> int:
+    def cond(self) -> int:
         """A number for where all that the method remembers lies: a graph reads it there."""
         lies = frozenset(
             (name, e.grid, e.rows, e.maps.data_ptr()) for name, es in self.memory.entries().items() for e in es
