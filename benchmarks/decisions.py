@@ -29,12 +29,12 @@ from torch import Tensor
 from nextscale.engine.schedule import Scale
 from nextscale.io.progress import bar
 from nextscale.methods import NOVA
-from nextscale.methods.base import Policy, PolicyContext, ScaleContext, ScalePlan
 from nextscale.methods.nova.growth import Growth
-from nextscale.methods.nova.layer_linkage import KEPT, MOST, Linkage
+from nextscale.methods.nova.layer_linkage import KEPT, MAX_RATIO, Linkage
 from nextscale.methods.nova.policy import NOVAPolicy
+from nextscale.methods.policy import Policy, PolicyContext, ScaleContext, ScalePlan
 from nextscale.pipeline import Pipeline
-from nextscale.research.evaluate.scenes import TASKS, read_asks
+from nextscale.research.evaluate.scenes import TASKS, read_scene_prompts
 
 FILE = Path(__file__).with_name("decisions.json")
 PROMPTS, T_EST = 96, 6
@@ -123,7 +123,7 @@ class RecordedPolicy(NOVAPolicy):
         t, depth = scale.index + 1, self.context.depth
         if any(self.ratio[t]):
             means = [d.means(t, depth) for d in self.decisions]
-            self.layer_means = self.told("means", [m[layer] for layer in range(depth) for m in means])
+            self.layer_means = self.upload("means", [m[layer] for layer in range(depth) for m in means])
         return plan
 
     def _ratio(self, growth: Growth, t: int) -> float:
@@ -146,7 +146,7 @@ def share(decision: Decision, depth: int = 32) -> float:
             continue
         played = Growth(T_EST, m.alpha, dict(enumerate(decision.entropy, 1)), decision.star)
         ratio = 1 / (1 + math.exp(-(t - (decision.star + 1)) / m.tau)) - m.lam * math.tanh(played.newest(t) or 0.0)
-        notes, asked = torch.zeros(depth, 4, 1, dtype=torch.float64), torch.tensor([min(max(ratio, 0.0), MOST)])
+        notes, asked = torch.zeros(depth, 4, 1, dtype=torch.float64), torch.tensor([min(max(ratio, 0.0), MAX_RATIO)])
         for layer, mean in enumerate(decision.means(t, depth)):
             rule.note(torch.tensor([mean], dtype=torch.float64), asked.double(), notes, layer, side**2)
         kept += notes[:, KEPT].mean().item()
@@ -155,8 +155,10 @@ def share(decision: Decision, depth: int = 32) -> float:
 
 def prompts() -> list[str]:
     """Half as they are asked in the scenes benchmark, on white; half on something."""
-    asks = [a.prompt for batch in TASKS for a in [a for a in read_asks() if a.batch == batch][: PROMPTS // len(TASKS)]]
-    return [prompt + BACKGROUNDS[n // 2 % len(BACKGROUNDS)] * (n % 2) for n, prompt in enumerate(asks)]
+    scene_prompts = [
+        a.prompt for task in TASKS for a in [a for a in read_scene_prompts() if a.task == task][: PROMPTS // len(TASKS)]
+    ]
+    return [prompt + BACKGROUNDS[n // 2 % len(BACKGROUNDS)] * (n % 2) for n, prompt in enumerate(scene_prompts)]
 
 
 def record(device: str) -> dict[str, Any]:

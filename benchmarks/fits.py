@@ -55,7 +55,7 @@ def saved_by_fp8(backbone: Backbone) -> int:
     with mock.patch.object(fp8, "grown", return_value=1.0):  # there are none
         for block in backbone.blocks:
             for part in block.modules():
-                layers = [getattr(part, name) for name in fp8.usual_sizes(part, 1.0)]
+                layers = [getattr(part, name) for name in fp8.input_rms(part, 1.0)]
                 rounded += sum(layer.weight.numel() for layer in layers if has_fp8(layer))
     return rounded
 

@@ -51,7 +51,7 @@ from nextscale.methods.base import Method
 from nextscale.methods.naming import parse_method
 from nextscale.models.fp8 import to_fp8
 from nextscale.pipeline import Pipeline
-from nextscale.runtime import make_executor
+from nextscale.runtime.registry import make_executor
 from nextscale.runtime.eager import Eager
 from timed import empty, shown, summary, timed, wait
 
@@ -131,14 +131,14 @@ def floor(pipe: Pipeline, scale: Scale, rows: int, share: float) -> float:
     """Seconds that a scale takes at least: its weights are read once, its kept tokens are computed."""
     b = pipe.backbone
     tokens, keys = scale.tokens * share, scale.start + scale.tokens
-    flops = b.depth * sum(b.flops(p, int(tokens), TEXT if p == "cross" else keys) for p in b.parts)
+    flops = b.depth * sum(b.flops(p, int(tokens), TEXT if p == "cross" else keys) for p in b.sublayers)
     weights = sum(p.nbytes for p in b.blocks.parameters())
     return max(weights / BANDWIDTH, rows * (flops + b.head_flops(scale.tokens)) / ARITHMETIC)
 
 
 def decode_alone(pipe: Pipeline, images: int, schedule: Schedule, repeats: int = 5) -> float:
     """Milliseconds, by CUDA events."""
-    features = torch.randn_like(pipe.tokenizer.blank(images, schedule)) * 0.2
+    features = torch.randn_like(pipe.tokenizer.empty_features(images, schedule)) * 0.2
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):  # the first time is a warm-up
         begin.record()

@@ -21,7 +21,8 @@ from nextscale.checkpoints.families import FAMILIES
 from nextscale.engine.state import GenerationState
 from nextscale.methods.base import Method
 from nextscale.models.registry import MODELS
-from nextscale.runtime.eager import CallContext, Eager
+from nextscale.runtime.base import CallContext
+from nextscale.runtime.eager import Eager
 from nextscale.testing import randomize
 
 METHODS: dict[str, Method] = {
@@ -69,7 +70,7 @@ class Watched(Method):
 
     def start(self, context: Any) -> Any:
         policy = self.inner.start(context)
-        self.clock.watch(policy, "begin_scale", "select", "complete", "end_scale")
+        self.clock.watch(policy, "plan_scale", "select", "finalize", "on_logits")
         return policy
 
     def to_dict(self) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.cache.paged import PAGE, PagedCache, Pages
+from nextscale.cache.paged import PAGE_SIZE, PagedKVCache, PagePool
 from nextscale.io.writing import atomic_write
 from nextscale.kernels.attention import fused
 from nextscale.kernels.kv_store import split_and_store
 from nextscale.methods.selection import Packed
-from nextscale.runtime.cudagraph.shared_memory import Ground
+from nextscale.runtime.cudagraph.memory_arena import MemoryArena
 from ragged import CALLS, COLD, microseconds
 
 ROWS, HEADS, WIDTH = 2, 16, 128
@@ -95,22 +95,22 @@ class Layers:
             k, v = torch.randn(2, ROWS, HEADS, case.cells, WIDTH, **random)
             self.tail = k, v
         self.slabs = [tuple(torch.randn(2, ROWS, HEADS, room, WIDTH, **random)) for _ in range(case.sets)]
-        take = Ground(self.length.device).share()
-        pages = Pages(case.sets, ROWS, (HEADS, PAGE, WIDTH), room, dtype, self.length.device, take)
+        take = MemoryArena(self.length.device).allocator()
+        pages = PagePool(case.sets, ROWS, (HEADS, PAGE_SIZE, WIDTH), room, dtype, self.length.device, take)
         self.pages = pages  # whose memory it is
-        pages.add(pages.free.numel() - len(pages.memory))
+        pages.grow(pages.free.numel() - len(pages.pages))
         pages.free.copy_(pages.free[torch.randperm(len(pages.free), device=device)])
         older = torch.randn(ROWS, case.keys, 3, HEADS, WIDTH, **random)
-        caches = [PagedCache(pages, n, torch.zeros_like(self.length)) for n in range(case.sets)]
+        caches = [PagedKVCache(pages, n, torch.zeros_like(self.length)) for n in range(case.sets)]
         for (k, v), cache in zip(self.slabs, caches, strict=True):
             cache.store(self.attn, older, None)
             split_and_store(self.attn, older, None, k, v, 0)
         # Calls are repeated: each layer always finds as many pages taken, and tells nobody of its own.
-        each = ROWS * (-(-room // PAGE) - -(-case.keys // PAGE))
+        each = ROWS * (-(-room // PAGE_SIZE) - -(-case.keys // PAGE_SIZE))
         taken = pages.taken[-1] + each * torch.arange(case.sets, dtype=torch.int32, device=device)
         nobody = torch.zeros_like(taken[0])
         self.paged = [
-            (*c._views(), replace(c.pages, before=t, after=nobody)) for c, t in zip(caches, taken, strict=True)
+            (*c._first_page(), replace(c.pages, before=t, after=nobody)) for c, t in zip(caches, taken, strict=True)
         ]
 
     def store(self, n: int) -> Tensor:
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     asked = cases(options.only)
-    print(f"{len(asked)} cases of {ROWS} rows, {HEADS} heads of {WIDTH}, pages of {PAGE} tokens")
+    print(f"{len(asked)} cases of {ROWS} rows, {HEADS} heads of {WIDTH}, pages of {PAGE_SIZE} tokens")
     if not torch.cuda.is_available():
         parser.error("the rest needs a GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

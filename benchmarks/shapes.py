@@ -37,7 +37,8 @@ from memory import random_pipeline
 from nextscale.engine.memory import GIB
 from nextscale.models.fp8 import to_fp8
 from nextscale.pipeline import Pipeline
-from nextscale.runtime import make_executor, warmup
+from nextscale.runtime.registry import make_executor
+from nextscale.runtime import warmup
 from timed import Timed, held, p95, timed, times, wait
 
 NEAR = 0.05
@@ -92,7 +93,7 @@ def size_of(budget: str) -> dict[str, str]:
 def deal(pipe: Pipeline, asked: Asked) -> list[Call]:
     """Every kind equally often, in random order."""
     rng, (shortest, longest) = random.Random(asked.seed), asked.texts
-    slots = [0, *(slot for slot in warmup.lengths_of_texts(pipe, longest) if slot is not None)]
+    slots = [0, *(slot for slot in warmup.text_lengths(pipe, longest) if slot is not None)]
     lengths = {slot: (max(before + 1, shortest), min(slot, longest)) for before, slot in itertools.pairwise(slots)}
     rungs = [slot for slot, (low, high) in lengths.items() if low <= high]
     kinds = [Kind(*kind) for kind in itertools.product(asked.sizes, (PLAIN, NOVA), asked.guidance, rungs)]
@@ -105,9 +106,9 @@ def deal(pipe: Pipeline, asked: Asked) -> list[Call]:
 @contextmanager
 def watched(device: torch.device) -> Iterator[list[dict[str, Any]]]:
     """What every shape of the warm-ups in here takes."""
-    real, notes = warmup.rehearse, []
+    real, notes = warmup.warm_up_shape, []
 
-    def rehearse(pipe: Pipeline, shape: warmup.Shape, *given: Any) -> None:
+    def warm_up_shape(pipe: Pipeline, shape: warmup.CallShape, *given: Any) -> None:
         before, began = pipe.captured, time.perf_counter()
         real(pipe, shape, *given)
         wait(device)
@@ -115,11 +116,11 @@ def watched(device: torch.device) -> Iterator[list[dict[str, Any]]]:
         what = {"size": shape.size.get("pixel_budget", ""), "method": NOVA if shape.method else PLAIN}
         notes.append({**what, "text": shape.text, "s": seconds, "captured": captured, "gib": held(device) / GIB})
 
-    warmup.rehearse = rehearse
+    warmup.warm_up_shape = warm_up_shape
     try:
         yield notes
     finally:
-        warmup.rehearse = real
+        warmup.warm_up_shape = real
 
 
 def compare(pipe: Pipeline, asked: Asked) -> dict[str, Any]:

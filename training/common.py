@@ -151,7 +151,7 @@ def quantize(
         if flips is not None:
             wrong = torch.rand(tokens.shape, device=tokens.device) < flips[:, scale.index, None, None]
             tokens = tokens ^ wrong.to(tokens.dtype)
-        step = tokenizer.increment(tokenizer.codes(tokens), scale, whole)
+        step = tokenizer.upsample_codes(tokenizer.codes(tokens), scale, whole)
         if until is not None:
             step = step * (until > scale.index)[:, None, None, None]
         rest, total = rest - step, total + step
@@ -173,7 +173,7 @@ class Log:
 
 
 def sheet(pictures: Iterable[Image.Image], titles: Sequence[str], columns: int, side: int = 192) -> Image.Image:
-    """Pictures in rows with their captions under them."""
+    """Images in rows with their captions under them."""
     shown = list(pictures)
     rows = -(-len(shown) // columns)
     page = Image.new("RGB", (columns * side, rows * (side + 30)), (20, 20, 20))

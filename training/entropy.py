@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nextscale.engine.callback import ScaleEnd
 from nextscale.engine.entropy import token_entropy
-from nextscale.engine.loop import ScaleEnd
 from nextscale.engine.schedule import Grid, Schedule
 from nextscale.methods.nova.growth import Growth
 from nextscale.pipeline import Pipeline
@@ -41,13 +41,13 @@ def nearest(values: Tensor, before: Grid, now: Grid) -> Tensor:
 
 
 def flat_cells(pictures: Tensor, grid: Grid) -> Tensor:
-    """Where a picture [B, 3, H, W] in [0, 1] has one color, [B, N]; that is mostly its background."""
+    """Where an image [B, 3, H, W] in [0, 1] has one color, [B, N]; that is mostly its background."""
     span = F.adaptive_max_pool2d(pictures, grid) + F.adaptive_max_pool2d(-pictures, grid)
     return (span.amax(1) < FLAT).flatten(1)
 
 
 def persistence(tokens: list[Tensor], pictures: Tensor, schedule: Schedule) -> Tensor:
-    """Per scale from the second on and per picture: equal bits, bits, equal bits in flat cells, bits in flat cells."""
+    """Per scale from the second on and per image: equal bits, bits, equal bits in flat cells, bits in flat cells."""
     rows = []
     for t in range(1, len(schedule)):
         before, now = schedule.grids[t - 1], schedule.grids[t]
@@ -184,7 +184,7 @@ def main() -> None:
     size: dict[str, Any] = {}
     if options.smoke:
         options.prompts, size = 2, {"pixel_budget": "0.25M"}  # fewer scales would leave nothing after t_est
-        logging.getLogger("nextscale").setLevel(logging.ERROR)  # that such pictures are small is known
+        logging.getLogger("nextscale").setLevel(logging.ERROR)  # that such images are small is known
     scenes, rng = Scenes(read_vocabulary()), np.random.default_rng(2 * 10**6)
     captions = [scenes.draw(rng).caption for _ in range(options.prompts)]
     pipe = load_pipeline(options.model, read_config(options.config, options.smoke), where)

@@ -2,7 +2,7 @@
 
     python -m training.evaluate --run FOLDER [--model FOLDER_OR_NAME] [--method NAME --set field=value]
 
-A picture passes if exactly the asked things are found in it. Beyond `nextscale eval scenes`: every concept once, more
+An image passes if exactly the asked things are found in it. Beyond `nextscale eval scenes`: every concept once, more
 prompts of each task, pairs of objects that training never showed together, and a sheet of the failures.
 """
 
@@ -26,11 +26,11 @@ from nextscale.methods import Method, Truncate, get_method
 from nextscale.models.registry import EMBEDDED
 from nextscale.pipeline import Pipeline
 from nextscale.research.evaluate.recognizer import Detection, load_recognizer
-from nextscale.research.evaluate.scenes import TASKS, Ask, describe
+from nextscale.research.evaluate.scenes import TASKS, ScenePrompt, describe
 from nextscale.text.words import WordEncoder
 from training import store, train_transformer
-from training.asks import PAIRS, Asks
 from training.common import HERE, device, read_config, sheet
+from training.scene_prompts import PAIRS, ScenePromptSampler
 from training.scenes import read_vocabulary
 
 SHOWN, PER_TASK, SIDE = 48, 12, 240  # failures on the sheet, of one task if others have some too, pixels of each
@@ -104,14 +104,14 @@ class Progress:
 
 @dataclass
 class Judged:
-    ask: Ask
+    scene_prompt: ScenePrompt
     seed: int
     passed: bool
     found: list[Detection]
 
 
 class Failures:
-    """Small copies of failed pictures, some of every task."""
+    """Small copies of failed images, some of every task."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[tuple[Image.Image, str]]] = {}
@@ -141,7 +141,7 @@ def report(judged: list[Judged]) -> dict[str, Any]:
     """Prints the table; returns its numbers."""
 
     def table(tasks: tuple[str, ...]) -> dict[str, Any]:
-        of = {task: [j.passed for j in judged if j.ask.task == task] for task in tasks}
+        of = {task: [j.passed for j in judged if j.scene_prompt.task == task] for task in tasks}
         return {task: row(task, sum(passed), len(passed)) for task, passed in of.items() if passed}
 
     print("\ntask                   share   95 % interval")
@@ -151,8 +151,8 @@ def report(judged: list[Judged]) -> dict[str, Any]:
     pairs = table(PAIRS)
     singles: dict[str, list[Judged]] = {}
     for j in judged:
-        if j.ask.task == "single object":
-            singles.setdefault(j.ask.things[0].name, []).append(j)
+        if j.scene_prompt.task == "single object":
+            singles.setdefault(j.scene_prompt.things[0].name, []).append(j)
 
     def quality(name: str) -> tuple[float, float]:
         shown = singles[name]
@@ -163,7 +163,7 @@ def report(judged: list[Judged]) -> dict[str, Any]:
     print("\nworst concepts of single object")
     for name in sorted(singles, key=quality)[:20]:
         shown, (share, sure) = singles[name], quality(name)
-        saw = "; ".join(describe(j.found, j.ask) for j in shown)
+        saw = "; ".join(describe(j.found, j.scene_prompt) for j in shown)
         print(f"{name:<20}{share:>8.1%}   sure {sure:.2f}   saw {saw}")
         worst.append({"concept": name, "share": share, "sure": sure, "saw": saw})
     return {"tasks": tasks, "mean": mean, "pairs": pairs, "worst": worst}
@@ -176,36 +176,38 @@ def main() -> None:
     parser.add_argument("--singles", type=int, help="prompts of single object; default: every concept once")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
-    where, asks = device(), Asks(read_vocabulary())
+    where, scene_prompts = device(), ScenePromptSampler(read_vocabulary())
     size: dict[str, Any] = {}
     method = read_method(options.method, options.set)
     if options.smoke:
         options.per_task, options.pairs, options.singles, options.batch = 1, 1, 2, 4
         size, method = {"pixel_budget": "0.06M"}, method or Truncate(1)
-        logging.getLogger("nextscale").setLevel(logging.ERROR)  # that such pictures are small is known
+        logging.getLogger("nextscale").setLevel(logging.ERROR)  # that such images are small is known
     counts = dict.fromkeys((*TASKS, *PAIRS), options.per_task)
     counts |= dict.fromkeys(PAIRS, options.per_task if options.pairs is None else options.pairs)
-    counts["single object"] = max(len(asks.plurals), options.per_task) if options.singles is None else options.singles
-    asked = [ask for task, count in counts.items() for ask in asks.make(task, count)]
+    counts["single object"] = (
+        max(len(scene_prompts.plurals), options.per_task) if options.singles is None else options.singles
+    )
+    asked = [scene_prompt for task, count in counts.items() for scene_prompt in scene_prompts.make(task, count)]
     recognizer = load_recognizer(where)
     pipe = load_pipeline(options.model, read_config(options.config, options.smoke), where)
     progress, failures, judged = Progress(len(asked)), Failures(), []
     for i in range(0, len(asked), options.batch):
         part, seeds = asked[i : i + options.batch], list(range(i, min(i + options.batch, len(asked))))
         made = pipe([a.prompt for a in part], seed=seeds, method=method, output_type="pt", **size).images * 2 - 1
-        for k, (ask, found) in enumerate(zip(part, recognizer.detect(made), strict=True)):
-            judged.append(Judged(ask, seeds[k], ask.passes(found), found))
+        for k, (scene_prompt, found) in enumerate(zip(part, recognizer.detect(made), strict=True)):
+            judged.append(Judged(scene_prompt, seeds[k], scene_prompt.passes(found), found))
             if not judged[-1].passed:
-                title = f"{ask.prompt} | saw {describe(found, ask)}"
-                failures.add(ask.task, to_pil(made[k : k + 1])[0], title)
+                title = f"{scene_prompt.prompt} | saw {describe(found, scene_prompt)}"
+                failures.add(scene_prompt.task, to_pil(made[k : k + 1])[0], title)
         progress(len(judged), f", {sum(j.passed for j in judged) / len(judged):.1%} passed")
     summary = report(judged)
     out = options.run
     out.mkdir(parents=True, exist_ok=True)
     prompts = [
         {
-            "task": j.ask.task,
-            "prompt": j.ask.prompt,
+            "task": j.scene_prompt.task,
+            "prompt": j.scene_prompt.prompt,
             "seed": j.seed,
             "passed": j.passed,
             "found": [dataclasses.asdict(d) for d in j.found],

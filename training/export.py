@@ -10,9 +10,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import nn
 
-from nextscale.checkpoints.int8 import pack
-from nextscale.checkpoints.locate import ASSETS, CONFIG, FORMAT, WEIGHTS
-from nextscale.checkpoints.pretrained import VERSION
+from nextscale.checkpoints.int8 import quantize_state
+from nextscale.checkpoints.locate import ASSETS, CONFIG_FILE, FORMAT_NAME, WEIGHTS_FILE
+from nextscale.checkpoints.pretrained import FORMAT_VERSION
 from nextscale.models.registry import EMBEDDED
 from training import store
 from training.common import arguments, read_config
@@ -26,10 +26,10 @@ def export(source: Path, out: Path, config: dict[str, Any], half: bool) -> int:
     parts: dict[str, nn.Module] = {"backbone": backbone, "tokenizer": tokenizer, "text": text}
     store.load_into(source, **parts)
     state = {f"{name}.{key}": p.detach() for name, m in parts.items() for key, p in m.named_parameters()}
-    stored = {key: p.half() for key, p in state.items()} if half else pack(state)
+    stored = {key: p.half() for key, p in state.items()} if half else quantize_state(state)
     description = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
         "family": "infinity",
         "model": EMBEDDED.name,
         "backbone": dataclasses.asdict(backbone.config),
@@ -41,9 +41,9 @@ def export(source: Path, out: Path, config: dict[str, Any], half: bool) -> int:
         "dtype": "float16" if half else "int8",
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / CONFIG).write_text(json.dumps(description, separators=(",", ":"), ensure_ascii=False) + "\n")
-    save_file({key: t.contiguous() for key, t in stored.items()}, out / WEIGHTS, {"format": "pt"})
-    return sum((out / name).stat().st_size for name in (CONFIG, WEIGHTS))
+    (out / CONFIG_FILE).write_text(json.dumps(description, separators=(",", ":"), ensure_ascii=False) + "\n")
+    save_file({key: t.contiguous() for key, t in stored.items()}, out / WEIGHTS_FILE, {"format": "pt"})
+    return sum((out / name).stat().st_size for name in (CONFIG_FILE, WEIGHTS_FILE))
 
 
 def main() -> None:

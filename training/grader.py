@@ -1,8 +1,8 @@
-"""How often is the recognizer's verdict right? Painted pictures that are as asked, and ones that differ in one thing.
+"""How often is the recognizer's verdict right? Painted images that are as asked, and ones that differ in one thing.
 
     python -m training.grader [--recognizer FOLDER]     # writes the shares into the recognizer's config.json
 
-The pictures go through the tokenizer, as generated ones do. Wrong ones are near misses: another object, one too many
+The images go through the tokenizer, as generated ones do. Wrong ones are near misses: another object, one too many
 or too few, another color, the two things exchanged. Scenes are drawn anew; none was trained on.
 """
 
@@ -18,56 +18,56 @@ import torch
 
 from nextscale.pipeline import Pipeline
 from nextscale.research.evaluate.recognizer import FOLDER, load_recognizer, read_about
-from nextscale.research.evaluate.scenes import TASKS, Ask, Thing
+from nextscale.research.evaluate.scenes import TASKS, SceneObject, ScenePrompt
 from nextscale.text.words import Lexicon
-from training.asks import Asks
 from training.common import arguments, device, make_painter, read_config
+from training.scene_prompts import ScenePromptSampler
 from training.scenes import Item, Scene, Scenes, batch_of, read_vocabulary, words_of
 
 
-def spoilt(ask: Ask, asks: Asks, rng: np.random.Generator) -> Ask:
-    """The same question about something else, which a picture of this one must not pass."""
+def spoilt(scene_prompt: ScenePrompt, scene_prompts: ScenePromptSampler, rng: np.random.Generator) -> ScenePrompt:
+    """The same question about something else, which an image of this one must not pass."""
 
     def other(names: list[str], used: set[str | None]) -> str:
         return str(rng.choice([n for n in names if n not in used]))
 
-    first, *rest = ask.things
-    names = {t.name for t in ask.things}
-    if ask.task == "counting":
+    first, *rest = scene_prompt.things
+    names = {t.name for t in scene_prompt.things}
+    if scene_prompt.task == "counting":
         fewer = first.count == 4 or (first.count == 3 and rng.random() < 0.5)
         first = dataclasses.replace(first, count=first.count + (-1 if fewer else 1))
-    elif ask.task == "position":
+    elif scene_prompt.task == "position":
         first, rest = rest[0], [first]
-    elif ask.task == "colour attribution" and rng.random() < 0.5:
+    elif scene_prompt.task == "colour attribution" and rng.random() < 0.5:
         second = rest[0]
         first, rest = (
             dataclasses.replace(first, color=second.color),
             [dataclasses.replace(second, color=first.color)],
         )
     elif first.color is not None:
-        first = dataclasses.replace(first, color=other(asks.colors, {t.color for t in ask.things}))
+        first = dataclasses.replace(first, color=other(scene_prompts.colors, {t.color for t in scene_prompt.things}))
     else:
-        first = dataclasses.replace(first, name=other([*asks.objects, *asks.shapes], {*names}))
-    return dataclasses.replace(ask, things=(first, *rest))
+        first = dataclasses.replace(first, name=other([*scene_prompts.objects, *scene_prompts.shapes], {*names}))
+    return dataclasses.replace(scene_prompt, things=(first, *rest))
 
 
-def scene_of(ask: Ask, drawer: Scenes, rng: np.random.Generator) -> Scene:
-    """A picture of it, in any style, on the white background that prompts without one mean."""
+def scene_of(scene_prompt: ScenePrompt, drawer: Scenes, rng: np.random.Generator) -> Scene:
+    """An image of it, in any style, on the white background that prompts without one mean."""
     shapes = [s["name"] for s in drawer.shapes]
 
-    def item(thing: Thing) -> Item:
+    def item(thing: SceneObject) -> Item:
         if thing.name not in shapes:
             return Item([o["name"] for o in drawer.objects].index(thing.name), thing.count)
         index = shapes.index(thing.name)
         color = drawer.usual[index] if thing.color is None else drawer.colors.index(thing.color)
         return Item(index, thing.count, color)
 
-    items = tuple(map(item, ask.things))
+    items = tuple(map(item, scene_prompt.things))
     counts = [i.count for i in items]
-    relation = ask.relation or ("left of" if len(items) > 1 else None)
+    relation = scene_prompt.relation or ("left of" if len(items) > 1 else None)
     white = (drawer.white, drawer.white)
     places = drawer.places(rng, relation, counts)
-    return Scene(ask.task, items, int(rng.integers(3)), "plain", white, places, "a circle")
+    return Scene(scene_prompt.task, items, int(rng.integers(3)), "plain", white, places, "a circle")
 
 
 def visible(scene: Scene, drawer: Scenes) -> bool:
@@ -86,21 +86,23 @@ def main() -> None:
     pipe = Pipeline.from_pretrained(device=where, progress_bar=False)
     tokenizer, schedule = pipe.tokenizer, pipe.schedule(pixel_budget="0.06M" if options.smoke else None)
     drawer, lexicon, rng = Scenes(vocabulary, jitter=2.0), Lexicon(words_of(vocabulary)), np.random.default_rng(77)
-    asks, result = Asks(vocabulary, seed=1), {}
+    scene_prompts, result = ScenePromptSampler(vocabulary, seed=1), {}
     for task in TASKS:
         pairs = []  # a scene, and whether it is as asked
-        for ask in asks.make(task, 2 if options.smoke else options.per_task):
-            for shown, right in ((ask, True), (spoilt(ask, asks, rng), False)):
+        for scene_prompt in scene_prompts.make(task, 2 if options.smoke else options.per_task):
+            for shown, right in ((scene_prompt, True), (spoilt(scene_prompt, scene_prompts, rng), False)):
                 scene = scene_of(shown, drawer, rng)
                 if visible(scene, drawer):
-                    pairs.append((ask, scene, right))
+                    pairs.append((scene_prompt, scene, right))
         verdicts = []
         for i in range(0, len(pairs), 32):
             part = pairs[i : i + 32]
             painted = painter.paint(batch_of([scene for _, scene, _ in part], vocabulary, lexicon))
             coded = tokenizer.decode(tokenizer.encode(painted, schedule).maps[-1]).clamp(-1, 1)
             found = recognizer.detect(coded)
-            verdicts += [(ask.passes(f), right) for (ask, _, right), f in zip(part, found, strict=True)]
+            verdicts += [
+                (scene_prompt.passes(f), right) for (scene_prompt, _, right), f in zip(part, found, strict=True)
+            ]
         result[task] = share(verdicts)
         print(f"{task:<20} {json.dumps(result[task])}", flush=True)
     about: dict[str, Any] = {**read_about(options.recognizer), "accuracy": result}
@@ -109,7 +111,7 @@ def main() -> None:
 
 
 def share(verdicts: list[tuple[bool, bool]]) -> dict[str, Any]:
-    """Of right and of wrong pictures alike."""
+    """Of right and of wrong images alike."""
     right = [passed for passed, true in verdicts if true]
     wrong = [not passed for passed, true in verdicts if not true]
     agreed = sum(right) + sum(wrong)

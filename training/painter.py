@@ -1,4 +1,4 @@
-"""Scenes to pictures, on the GPU: sprites with mip levels, composited over a background."""
+"""Scenes to images, on the GPU: sprites with mip levels, composited over a background."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Painter:
 
     @torch.no_grad()
     def paint(self, batch: Batch, at_once: int = 128) -> Tensor:
-        """Pictures [B, 3, side, side] in [-1, 1]."""
+        """Images [B, 3, side, side] in [-1, 1]."""
         n = len(batch.sprite)
         return torch.cat([self._paint(batch, slice(i, i + at_once)) for i in range(0, n, at_once)])
 

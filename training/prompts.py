@@ -1,4 +1,4 @@
-"""The fixed prompts of every sample sheet: 48, chosen before the first picture was seen. Sheet i uses seed i."""
+"""The fixed prompts of every sample sheet: 48, chosen before the first image was seen. Sheet i uses seed i."""
 
 from __future__ import annotations
 

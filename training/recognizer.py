@@ -1,4 +1,4 @@
-"""Train a small detector that says what is where in a picture, so that pictures can be counted right or wrong.
+"""Train a small detector that says what is where in an image, so that images can be counted right or wrong.
 
     python -m training.recognizer --run FOLDER --seconds 100
 
@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nextscale.checkpoints.int8 import pack
+from nextscale.checkpoints.int8 import quantize_state
 from nextscale.checkpoints.locate import ASSETS
 from nextscale.models.registry import EMBEDDED
 from nextscale.pipeline import Pipeline
-from nextscale.research.evaluate.recognizer import REDUCED, STRIDE, Detection, Recognizer, load_recognizer
+from nextscale.research.evaluate.recognizer import POOLING, STRIDE, Detection, Recognizer, load_recognizer, stored_name
 from nextscale.text.words import Lexicon
 from nextscale.tokenizers.bsq import BSQTokenizer
 from training import store
@@ -49,10 +49,10 @@ from training.scenes import STYLES, Batch, Scene, Scenes, batch_of, read_vocabul
 NEAR = 0.08  # how far a detection may lie from the true center, as a share of the side
 
 OPTIONS: dict[str, Any] = {
-    "widths": (48, 96, 160, 184),  # at strides 4, 8, 16, 32 of the reduced picture
+    "widths": (48, 96, 160, 184),  # at strides 4, 8, 16, 32 of the reduced image
     "features": 120,
     "batch": 64,
-    "coded": 16,  # pictures of a batch that go through the tokenizer, the dearest part of a step
+    "coded": 16,  # images of a batch that go through the tokenizer, the dearest part of a step
     "learning_rate": 0.0015,
     "average": 0.995,
     "seconds": 200,
@@ -81,8 +81,8 @@ def build(vocabulary: dict[str, Any], options: dict[str, Any]) -> Recognizer:
 def ship(recognizer: Recognizer, options: dict[str, Any], folder: Path) -> None:
     """As the package has it: 8 bits, and names beside them."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: p.detach().cpu().contiguous() for name, p in recognizer.named_parameters()}
-    save_file(pack(state), folder / "model.safetensors")
+    state = {stored_name(name): p.detach().cpu().contiguous() for name, p in recognizer.named_parameters()}
+    save_file(quantize_state(state), folder / "model.safetensors")
     sizes = {"widths": list(options["widths"]), "features": options["features"]}
     about = {**sizes, "classes": recognizer.classes, "colours": recognizer.colors}
     (folder / "config.json").write_text(json.dumps(about) + "\n")
@@ -162,11 +162,11 @@ class Pictures:
         return made.clamp_(-1, 1)
 
     def make(self, batch: Batch, coded: int) -> Tensor:
-        """Reduced pictures of a batch; the first `coded` come out of the tokenizer."""
+        """Reduced images of a batch; the first `coded` come out of the tokenizer."""
         pictures = self.painter.paint(batch)
         if coded:
             pictures[:coded] = self.recode(pictures[:coded])
-        made = self.disturb(F.avg_pool2d(pictures, REDUCED))
+        made = self.disturb(F.avg_pool2d(pictures, POOLING))
         return made.contiguous(memory_format=torch.channels_last)
 
 
@@ -233,7 +233,7 @@ def train(
     optimizer = torch.optim.AdamW(groups, base, betas=(0.9, 0.98), fused=True)
     average = Average([recognizer], options["average"])
     palette, weights = pictures.palette.to(where), torch.tensor((1.0, 1.0, 0.5, 0.5), device=where)
-    side = pictures.painter.side // REDUCED // STRIDE
+    side = pictures.painter.side // POOLING // STRIDE
 
     def step(progress: float | None) -> Tensor:
         for group in optimizer.param_groups:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from nextscale.text.words import END, Lexicon
+from nextscale.text.words import END_TOKEN, Lexicon
 
 HERE = Path(__file__).parent
 SLOTS = 4  # objects in a scene, at most
 TOKENS = 24  # of a caption, padded
 STYLES = ("glossy", "flat", "classic")
 PATTERNS = ("plain", "gradient", "striped", "dotted", "checkered")
-PLACES = {  # named backgrounds that are pictures of their own
+PLACES = {  # named backgrounds that are images of their own
     "meadow": "in a meadow",
     "beach": "at the beach",
     "desert": "in the desert",
@@ -262,7 +262,7 @@ def batch_of(scenes: list[Scene], vocabulary: dict[str, Any], lexicon: Lexicon) 
     sprite = np.full((n, SLOTS), -1, dtype=np.int64)
     tint = np.full((n, SLOTS, 3), 255, dtype=np.uint8)
     place = np.zeros((n, SLOTS, 3), dtype=np.float32)
-    tokens = np.full((n, TOKENS), END, dtype=np.int64)
+    tokens = np.full((n, TOKENS), END_TOKEN, dtype=np.int64)
     lengths = np.zeros(n, dtype=np.int64)
     for i, scene in enumerate(scenes):
         for slot, (item, spot) in enumerate(scene.copies):

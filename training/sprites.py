@@ -1,4 +1,4 @@
-"""Render the clip-art sprites that the training pictures are composed of.
+"""Render the clip-art sprites that the training images are composed of.
 
 The icon sets of `sources.json` are fetched by name and version with npm, and every concept of `concepts.json` is drawn
 in every style as a 384 x 384 WebP with transparency, `OUT/<style>/<name with - for spaces>.webp`:
@@ -6,7 +6,7 @@ in every style as a 384 x 384 WebP with transparency, `OUT/<style>/<name with - 
     pip install resvg_py pillow numpy
     python -m training.sprites --out training/data/sprites
 
-Pictures that are there already are kept; delete the folder to draw them again.
+Images that are there already are kept; delete the folder to draw them again.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def measure(source: Path, config: dict[str, Any], painter: Painter, scenes: int)
     for i in range(0, scenes, 4):
         batch = batch_of(drawn[i : i + 4], vocabulary, trainer.lexicon)
         pictures = painter.paint(batch)
-        features = trainer.tokenizer.analyze(pictures)
+        features = trainer.tokenizer.encode_features(pictures)
         losses.append(trainer.losses(features, batch, config["grids"]))
         total = quantize(trainer.tokenizer, features, grids(config["grids"]), trainer.whole).total
         qualities.append(psnr(trainer.tokenizer.decode(total), pictures))

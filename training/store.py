@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from nextscale.checkpoints.files import open_states
-from nextscale.checkpoints.int8 import opened
+from nextscale.checkpoints.int8 import dequantized
 
 
 def save(folder: Path, **parts: nn.Module) -> None:
@@ -27,7 +27,7 @@ def load_into(folder: Path, **parts: nn.Module) -> None:
     for name, module in parts.items():
         own = folder / f"{name}.safetensors"
         prefix = "" if own.exists() else f"{name}."
-        state = opened(open_states(own if own.exists() else folder / "model.safetensors")[0])
+        state = dequantized(open_states(own if own.exists() else folder / "model.safetensors")[0])
         tensors = state.tensors([f"{prefix}{key}" for key, _ in module.named_parameters()])
         for key, parameter in module.named_parameters():
             parameter.copy_(tensors[f"{prefix}{key}"])

@@ -108,7 +108,7 @@ def accept(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], lo
     scenes = [Scenes(vocabulary).draw(rng) for _ in range(64 if config["side"] == 512 else 8)]
     pictures = painter.paint(batch_of(scenes, vocabulary, Lexicon(words_of(vocabulary))))
     schedule = grids(config["grids"])
-    features = torch.cat([tokenizer.analyze(p) for p in pictures.split(16)])
+    features = torch.cat([tokenizer.encode_features(p) for p in pictures.split(16)])
     total = quantize(tokenizer, features, schedule, schedule).total
 
     def quality(maps: Tensor) -> Tensor:

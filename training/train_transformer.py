@@ -9,6 +9,7 @@ a sheet of samples.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 from collections.abc import Iterator
@@ -21,12 +22,11 @@ from torch import Tensor, nn
 
 from nextscale.checkpoints.load import set_dtype
 from nextscale.engine.schedule import Schedule
-from nextscale.kernels.sdpa import attention
-from nextscale.models.base import through
-from nextscale.models.infinity import Given, Infinity, InfinityBlock, InfinityConfig
+from nextscale.kernels.sdpa import scaled_dot_product_attention
+from nextscale.models.infinity import Infinity, InfinityBlock, InfinityBlockCond, InfinityConfig
 from nextscale.models.layers import SelfAttention, attention_biases
 from nextscale.models.registry import Defaults, ModelSpec
-from nextscale.models.residual import Stream
+from nextscale.models.residual import ResidualStream
 from nextscale.pipeline import Pipeline
 from nextscale.text.words import Lexicon, WordEncoder, WordsConfig, WordTransformer
 from nextscale.tokenizers.bsq import BSQTokenizer
@@ -99,11 +99,11 @@ class Grouped:
         level = torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(spans[:MASKED])]).to(where)
         self.mask = (level[:, None] >= level)[None, None]
 
-    def see(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Any = None) -> Tensor:
+    def attend(self, attn: SelfAttention, qkv: Tensor, positions: Tensor) -> Tensor:
         q, k, v = attn.split(qkv, positions)
         n, scale = self.first, attn.softmax_scale
-        parts = [attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], scale, self.mask)]
-        parts += [attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], scale) for a, b in self.later]
+        parts = [scaled_dot_product_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], scale, self.mask)]
+        parts += [scaled_dot_product_attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], scale) for a, b in self.later]
         return torch.cat(parts, dim=2)
 
 
@@ -114,11 +114,12 @@ def run_block(
     keys: tuple[Tensor, Tensor],
     text_mask: Tensor,
     positions: Tensor,
-    memory: Grouped,
+    attention_masks: Grouped,
 ) -> Tensor:
     bias = attention_biases([block.attn])[0]
-    stream = Stream(x)
-    through(block, Infinity.parts, stream, Given(modulation, bias, *keys, text_mask), positions, memory)
+    stream = ResidualStream(x)
+    attend = functools.partial(attention_masks.attend, positions=positions)
+    block(stream, InfinityBlockCond(modulation, bias, *keys, text_mask), attend, Infinity.sublayers)
     return stream.sum
 
 

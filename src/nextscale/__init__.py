@@ -9,8 +9,8 @@ from nextscale.version import __version__
 
 if TYPE_CHECKING:
     from nextscale.checkpoints.official import from_official
-    from nextscale.engine.loop import ScaleEnd
-    from nextscale.engine.request import Output
+    from nextscale.engine.callback import ScaleEnd
+    from nextscale.engine.output import Output
     from nextscale.errors import NextscaleError
     from nextscale.io.images import to_pil
     from nextscale.methods import (
@@ -56,9 +56,9 @@ __all__ = [
 _HOMES = {
     "MODELS": "models.registry",
     "NextscaleError": "errors",
-    "Output": "engine.request",
+    "Output": "engine.output",
     "Pipeline": "pipeline",
-    "ScaleEnd": "engine.loop",
+    "ScaleEnd": "engine.callback",
     "from_official": "checkpoints.official",
     "to_pil": "io.images",
     "verify": "research.verify",

@@ -14,41 +14,38 @@ from torch import Tensor
 
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.load import set_dtype
-from nextscale.engine.loop import Callback
+from nextscale.engine.callback import Callback
 from nextscale.engine.memory import Estimate, estimate
-from nextscale.engine.prompts import read_prompts, read_strings
-from nextscale.engine.request import Output, Request
-from nextscale.engine.rng import PerImageNoise, read_draws
-from nextscale.engine.sampling import Sampling, read_forced
-from nextscale.engine.schedule import EXTENDED, Schedule, Size, is_far
-from nextscale.engine.state import cause_of_nan
+from nextscale.engine.model import Model
+from nextscale.engine.output import Output, run_request
+from nextscale.engine.prompts import Prompts, read_strings
+from nextscale.engine.request import read_request
+from nextscale.engine.rng import PerImageNoise
+from nextscale.engine.schedule import EXTENDED, Schedule, is_far
 from nextscale.errors import NextscaleError, choices
 from nextscale.io.arguments import (
     is_flag,
-    is_single,
     read_choice,
     read_count,
     read_flag,
-    read_list,
     read_path,
     read_text,
-    require_callback,
-    shown,
+    short_repr,
 )
-from nextscale.io.devices import Clock, as_device, as_dtype, name_of, without_autocast
-from nextscale.io.images import OUTPUT_TYPES, from_pil
+from nextscale.io.devices import Clock, as_device, as_dtype, dtype_name
+from nextscale.io.images import from_pil
 from nextscale.io.progress import bar
-from nextscale.methods import METHODS
-from nextscale.methods.base import Method, PolicyContext
-from nextscale.methods.naming import parse_method
+from nextscale.methods.base import Method
+from nextscale.methods.naming import read_method
 from nextscale.models.base import Backbone
 from nextscale.models.fp8 import check_change, check_quantize, to_fp8
-from nextscale.models.offload import fetched, set_aside
+from nextscale.models.offload import onload, to_host
 from nextscale.models.registry import EMBEDDED, ModelSpec
-from nextscale.runtime import check_runtime, make_executor, with_enough_memory
-from nextscale.runtime.eager import Eager
+from nextscale.runtime.base import Executor
+from nextscale.runtime.out_of_memory import with_enough_memory
+from nextscale.runtime.registry import check_runtime, make_executor
 from nextscale.runtime.warmup import warm_up
-from nextscale.text.base import TextEncoder, nbytes_of
+from nextscale.text.base import TextEncoder, encoder_nbytes
 from nextscale.text.qwen2 import QwenEncoder
 from nextscale.text.t5 import T5Encoder
 from nextscale.tokenizers.base import ImageTokenizer
@@ -56,7 +53,6 @@ from nextscale.tokenizers.base import ImageTokenizer
 logger = logging.getLogger(__name__)
 
 OFFLOADS = ("text",)
-LONGEST_SIDE = 2**14  # of a feature map: what is more is a mistake
 ENCODERS = {"infinity": T5Encoder, "hart": QwenEncoder}
 
 
@@ -78,7 +74,7 @@ class Pipeline:
         self.executor = make_executor(runtime, self.device)
         self.text_encoder, self.offload = text_encoder, offload
         if text_encoder is not None and offload is not None:
-            set_aside(text_encoder)
+            to_host(text_encoder)
         self._estimates: dict[Any, Estimate] = {}  # the newest
         self._clock: Clock | None = None  # of the call before
         self._known_sizes: set[tuple[int, int]] = set()  # height, width of pictures that were asked for
@@ -149,7 +145,11 @@ class Pipeline:
         return cls(backbone, tokenizer, plan.spec, encoder, progress_bar, plan.files, runtime, offload)
 
     def __repr__(self) -> str:
-        return f"Pipeline({self.spec.name}, dtype={name_of(self.dtype)}, device={self.device})"
+        return f"Pipeline({self.spec.name}, dtype={dtype_name(self.dtype)}, device={self.device})"
+
+    @property
+    def model(self) -> Model:
+        return Model(self.backbone, self.tokenizer, self.spec)
 
     @property
     def device(self) -> torch.device:
@@ -190,10 +190,10 @@ class Pipeline:
         if self.offload is None:
             rows = self.text_encoder.encode(texts)
         else:
-            with fetched(self.text_encoder, self.device):
+            with onload(self.text_encoder, self.device):
                 rows = self.text_encoder.encode(texts)
         have, want = rows[0].shape[1], self.backbone.config.text_dim
-        if not self.backbone.config.reads(*rows[0].shape):
+        if not self.backbone.config.supports_text(*rows[0].shape):
             raise NextscaleError(f"the text encoder gives features of width {have}, but the model reads {want}")
         return rows
 
@@ -240,54 +240,31 @@ class Pipeline:
             callback_on_scale_end: called with a `ScaleEnd`; returning False stops.
             output_type: "pil", "np", "pt", or "latent" for the feature map that the decoder reads.
         """
-        read_choice(output_type, "output_type", OUTPUT_TYPES)
-        method = check_method(method)
-        if callback_on_scale_end is not None:
-            require_callback(callback_on_scale_end, "callback_on_scale_end", "a ScaleEnd")
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         clock, self._clock = self._clock, None  # a callback may call again
         if clock is None or clock.device != self.device:
             clock = Clock(self.device)
         clock.mark("started")
-        schedule = self.schedule(height, width, aspect_ratio, pixel_budget)
-        self._warn_of_size(schedule)
-        prompts = read_prompts(
-            self.backbone,
-            self.spec.name,
-            prompt,
-            negative_prompt,
-            prompt_embeds,
-            negative_prompt_embeds,
-            num_images_per_prompt,
-        )
-        sampling = self.sampling(
-            len(schedule), guidance_scale, temperature, top_k, top_p, greedy, smooth, guidance_layers
-        )
-        guided = sampling.guided_until > 0
-        need = self._estimate(schedule, prompts.images, guided, prompts.text_length, prompts.encodes)
-        need.require(self.device, prompts.images, schedule)
-        draws, seeds = read_draws(seed, generator, prompts.images, self.device)
-        forced = read_forced(given(force_tokens, ()), schedule, prompts.images, self.backbone)
-        condition = prompts.condition(self)
+        request = read_request(self.model, self._admit, **arguments)
+        assert request.prompts is not None
+        condition = request.prompts.condition(self.encode_prompt, self.device, self.executor.text_buckets)
+        request = dataclasses.replace(request, condition=condition)
         clock.mark("encoded")
-        call = Request(
-            self,
-            prompts,
-            schedule,
-            sampling,
-            draws,
-            seeds,
-            forced,
-            method,
-            callback_on_scale_end,
-            output_type,
-            condition,
-            clock,
-        )
         # A second try must not call the user again, nor draw from the user's generator once more.
-        again = callback_on_scale_end is None and isinstance(draws, PerImageNoise)
-        output = with_enough_memory(call.make, self.executor, again, prompts.images, schedule)
+        again = request.callback is None and isinstance(request.noise, PerImageNoise)
+
+        def run(executor: Executor) -> Output:
+            return run_request(request, self.model, executor, clock, self.progress_bar)
+
+        output = with_enough_memory(run, self.executor, again, request.images, request.schedule)
         self._clock = clock
         return output
+
+    def _admit(self, prompts: Prompts, schedule: Schedule, guided: bool) -> None:
+        """Warn of an untrained size, and refuse what the memory cannot hold."""
+        self._warn_of_size(schedule)
+        need = self._estimate(schedule, prompts.images, guided, prompts.text_length, prompts.encodes)
+        need.require(self.device, prompts.images, schedule)
 
     def warm_up(
         self,
@@ -315,17 +292,11 @@ class Pipeline:
         """Scales that were captured as CUDA graphs so far."""
         return self.executor.captured
 
-    def context(self, images: int, schedule: Schedule, sampling: Sampling) -> PolicyContext:
-        """What a method may know of a call."""
-        b = self.backbone
-        bits = b.token_shape[0] if b.token_shape else None
-        return PolicyContext(images, schedule, sampling, b.depth, b.parts, bits, self.device, b.dtype, self.decode)
-
     def encode(self, images: Image.Image | Sequence[Image.Image] | Tensor) -> list[Tensor]:
         """Pictures, or a tensor [B, 3, H, W] in [-1, 1] -> the tokens of every scale, as `force_tokens` takes them."""
         pixels = images if isinstance(images, Tensor) else from_pil(images)
         if pixels.ndim != 4 or pixels.shape[1] != 3 or not pixels.numel() or not pixels.is_floating_point():
-            raise NextscaleError(f"images must be floats [B, 3, H, W] in [-1, 1], not {shown(pixels)}")
+            raise NextscaleError(f"images must be floats [B, 3, H, W] in [-1, 1], not {short_repr(pixels)}")
         if not torch.isfinite(pixels).all():
             raise NextscaleError("images hold NaN or infinite values; allowed: numbers in [-1, 1]")
         height, width = pixels.shape[2:]
@@ -333,27 +304,8 @@ class Pipeline:
         return self.tokenizer.encode(pixels, self.schedule(height, width)).tokens
 
     def decode(self, features: Tensor) -> Tensor:
-        """Feature maps [B, d, H, W] -> images [B, 3, H, W] in [-1, 1]."""
-        d, side = self.tokenizer.config.code_dim, LONGEST_SIDE
-        fine = isinstance(features, Tensor) and features.ndim == 4 and features.is_floating_point()
-        if not fine or features.shape[1] != d or not features.numel() or max(features.shape[2:]) > side:
-            raise NextscaleError(f"feature maps must be floats [B, {d}, H, W], not {shown(features)}")
-        features = features.to(self.device, torch.float32)
-        images = self.start_decoding(features, Eager())
-        self.require_finite(torch.isfinite(images).all())
-        return images
-
-    def start_decoding(self, features: Tensor, executor: Eager) -> Tensor:
-        """The same, unchecked: a GPU may still be at work."""
-        with without_autocast(self.device):
-            return executor.decode(self.tokenizer, features)
-
-    def require_finite(self, finite: Tensor) -> None:
-        """Whether decoded pictures are."""
-        if not finite:
-            raise NextscaleError(
-                f"the decoded picture is not finite: {cause_of_nan(self.tokenizer, 'the feature map')}"
-            )
+        """Decode feature maps [B, d, H, W] to images [B, 3, H, W] in [-1, 1]."""
+        return self.model.decode(features)
 
     def schedule(
         self,
@@ -363,9 +315,7 @@ class Pipeline:
         pixel_budget: str | None = None,
     ) -> Schedule:
         """The grids of a picture of this size; by default the square that the model was made for."""
-        sized = height is not None or width is not None
-        budget = pixel_budget if sized else given(pixel_budget, self.spec.pixel_budget)
-        return self.backbone.schedule(Size(height, width, aspect_ratio, budget), self.tokenizer.stride)
+        return self.model.schedule(height, width, aspect_ratio, pixel_budget)
 
     def estimate(
         self,
@@ -376,7 +326,7 @@ class Pipeline:
         text_length: int = 64,
     ) -> Estimate:
         """Memory that a guided call will need. A method only ever needs less KV cache than the plain run."""
-        check_method(method)
+        read_method(method)
         batch, text_length = read_count(batch, "batch", least=1), read_count(text_length, "text_length")
         return self._estimate(self.schedule(height, width), batch, True, text_length, encodes=True)
 
@@ -384,7 +334,9 @@ class Pipeline:
         """`encodes`: whether the text encoder will be needed, which may not be loaded yet."""
         encoder, rests = 0, self.offload is not None
         if self.text_encoder is not None:
-            encoder = nbytes_of(self.text_encoder, self.device) if encodes else 0 if rests else self.text_encoder.nbytes
+            encoder = (
+                encoder_nbytes(self.text_encoder, self.device) if encodes else 0 if rests else self.text_encoder.nbytes
+            )
         key = self.backbone.dtype, self.tokenizer.dtype, encoder, rests, schedule, images, guided, text_length
         if key not in self._estimates:  # counting takes as long as a small scale
             modules = (self.backbone, self.tokenizer)
@@ -394,35 +346,6 @@ class Pipeline:
             found = dataclasses.replace(made, text_encoder=encoder, offload=rests)
             self._estimates = {key: found}
         return self._estimates[key]
-
-    def sampling(
-        self,
-        scales: int,
-        guidance_scale: float | Sequence[float] | None = None,
-        temperature: float | Sequence[float] | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        greedy: bool = False,
-        smooth: bool | None = None,
-        guidance_layers: int | Sequence[int] = (0,),
-    ) -> Sampling:
-        """The values given, or else those that the model's authors publish, as one per scale."""
-        d, depth = self.spec.defaults, self.backbone.depth
-        allowed = f"a whole number or a list of them, between {1 - depth} and 0 (= logits)"
-        asked = [guidance_layers] if is_single(guidance_layers) else guidance_layers
-        layers = read_list(asked, "guidance_layers", allowed)
-        layers = [read_count(layer, f"guidance_layers ({allowed})", 1 - depth, 0) for layer in layers]
-        return Sampling.make(
-            scales,
-            guidance=self.backbone.guidance(d.guidance_scale if guidance_scale is None else guidance_scale, scales),
-            progress=self.backbone.progress(scales),
-            temperature=d.temperature if temperature is None else temperature,
-            top_k=d.top_k if top_k is None else top_k,
-            top_p=d.top_p if top_p is None else top_p,
-            greedy=read_flag(greedy, "greedy"),
-            smooth=(d.smooth and not greedy) if smooth is None else read_flag(smooth, "smooth"),
-            guidance_layers=tuple(layers),
-        )
 
     def _warn_of_size(self, schedule: Schedule) -> None:
         """Once for every size."""
@@ -448,21 +371,10 @@ class Pipeline:
             )
 
 
-def check_method(method: Method | str | None) -> Method | None:
-    """A method, also as the command line writes it: "nova:balanced+truncate:1"."""
-    if isinstance(method, str):
-        return parse_method(method)
-    if method is not None and not isinstance(method, Method):
-        raise NextscaleError(
-            f"method must be a method such as NOVA(), not {shown(method)}; by name: {choices(METHODS)}"
-        )
-    return method
-
-
 def check_encoder(encoder: TextEncoder | None) -> None:
     if encoder is not None and not all(hasattr(encoder, name) for name in ("encode", "to", "nbytes")):
         raise NextscaleError(
-            f"text_encoder must be a name, a path, or an object with encode, to and nbytes, not {shown(encoder)}"
+            f"text_encoder must be a name, a path, or an object with encode, to and nbytes, not {short_repr(encoder)}"
         )
 
 

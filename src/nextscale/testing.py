@@ -1,4 +1,4 @@
-"""Tiny models with random weights, for tests of methods and models: seconds on a CPU, pictures of nothing."""
+"""Tiny models with random weights, for tests of methods and models: seconds on a CPU, images of nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nextscale.tokenizers.vq import VQConfig, VQTokenizer
 
 @torch.no_grad()
 def randomize(module: nn.Module, seed: int = 0) -> None:
-    """No parameter keeps zero or one, and signals neither die nor explode."""
+    """Fill parameters with random numbers: none keeps zero or one, and signals neither die nor explode."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in module.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
@@ -75,7 +75,7 @@ def tiny_infinity(
 
 @torch.no_grad()
 def tiny_hart(seed: int = 0, cosine_attention: bool = False, width: int = 32) -> Pipeline:
-    """8 scales up to 8 x 8 tokens and 16 x 16 pixels, 12 slots of text; prompts as `prompt_embeds` of width 128."""
+    """8 scales up to 8 x 8 tokens and 16 x 16 pixels, 12 tokens of text; prompts as `prompt_embeds` of width 128."""
     sides = (1, 2, 3, 4, 5, 6, 7, 8)
     tokenizer = VQTokenizer(
         VQConfig(vocabulary=64, code_dim=8, channels=32, multipliers=(1, 1), residual_blocks=1, hybrid=True)

@@ -17,7 +17,7 @@ from support.files import VAR_CASE
 from nextscale.checkpoints import convert as convert_module
 from nextscale.checkpoints import locate, pretrained
 from nextscale.checkpoints.convert import convert
-from nextscale.checkpoints.scratch import PREFIX
+from nextscale.checkpoints.scratch import SCRATCH_PREFIX
 from nextscale.errors import NextscaleError
 
 
@@ -104,7 +104,7 @@ convert(plan, Path(sys.argv[2]), torch.float32, wait)
 def test_what_a_killed_conversion_leaves_is_removed_by_the_next(plan, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
-    mine = folder / f"{PREFIX}mine"  # named alike, but with something else inside
+    mine = folder / f"{SCRATCH_PREFIX}mine"  # named alike, but with something else inside
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
     (folder / ".nextscale-convert-elsewhere").mkdir()  # another machine's

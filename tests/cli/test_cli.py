@@ -54,10 +54,10 @@ def test_generate_with_a_method(var_files: Path, tmp_path: Path) -> None:
         "generate", "4", *options, "--method", "nova", "--preset", "paper", "--set", "t_est=2", "--set", "probe=lens"
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(trace.read_text())
-    assert told["method"]["name"] == "nova"
-    assert told["method"]["fields"]["t_est"] == 2
-    assert told["method"]["fields"]["probe"] == "lens"
+    output = json.loads(trace.read_text())
+    assert output["method"]["name"] == "nova"
+    assert output["method"]["fields"]["t_est"] == 2
+    assert output["method"]["fields"]["probe"] == "lens"
     assert "nova: " in done.stdout
     assert "alpha = 0.5" in run("methods").stdout
 
@@ -67,8 +67,8 @@ def test_models_and_env() -> None:
     for name in ("var-d16", "var-d36", "infinity-125m", "infinity-2b", "infinity-8b", "infinity-8b-512"):
         assert name in listed
     assert "infinity_vae_d56_f8_14_patchify.pth" in listed
-    told = run("env").stdout
-    assert all(word in told for word in ("torch", "devices", "cpu", "attention"))
+    output = run("env").stdout
+    assert all(word in output for word in ("torch", "devices", "cpu", "attention"))
 
 
 def test_verify_exit_codes(tmp_path: Path) -> None:

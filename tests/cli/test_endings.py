@@ -226,7 +226,7 @@ def test_names_that_are_in_order(tmp_path: Path) -> None:
 def test_drawn_in_any_format(ending: str, tmp_path: Path) -> None:
     from nextscale.research.analyze import style
 
-    style.save(style.canvas(1), tmp_path / f"a{ending}")
+    style.save(style.new_figure(1), tmp_path / f"a{ending}")
     with Image.open(tmp_path / f"a{ending}") as picture:
         assert picture.size == (1200, 120)
 

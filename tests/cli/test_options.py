@@ -16,7 +16,7 @@ from nextscale.engine.schedule import EXTENDED, PIXEL_BUDGETS
 from nextscale.io.devices import DTYPES
 from nextscale.methods import METHODS, NOVA, Compose, SparseVAR, Truncate
 from nextscale.methods.package_data import stored_names
-from nextscale.runtime import RUNTIMES
+from nextscale.runtime.registry import RUNTIMES
 
 CLI: Any = typer.main.get_command(app)
 
@@ -112,7 +112,7 @@ def test_generate(recorder: Recorder, tmp_path: Path) -> None:
 def test_export(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*args: Any, **options: Any) -> Any:
         recorder.more["read"] = (*args, *options.values())
-        return work
+        return plan
 
     def check(folder: Any, *args: Any) -> None:
         recorder.more["check"] = (folder.root, folder.shard, args[-1])
@@ -121,9 +121,9 @@ def test_export(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         recorder.asked = {"work": args[1], "out": args[2], **options}
         raise Reached
 
-    work = type("Work", (), {"settings": lambda self: {}})()
-    monkeypatch.setattr("nextscale.research.export.work.Work.read", read)
-    monkeypatch.setattr("nextscale.research.export.folder.Folder.check", check)
+    plan = type("ExportPlan", (), {"settings": lambda self: {}})()
+    monkeypatch.setattr("nextscale.research.export.plan.ExportPlan.read", read)
+    monkeypatch.setattr("nextscale.research.export.folder.ExportFolder.check", check)
     monkeypatch.setattr("nextscale.research.export.run.export", export)
     values = {"benchmark": "dpg", "out": tmp_path, "prompts": tmp_path / "p", "images": 5, "seed": 41, **METHOD}
     values |= {
@@ -144,18 +144,18 @@ def test_export(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder, shard, resume = recorder.more["check"]
     assert (folder, str(shard.index), str(shard.count), resume) == (tmp_path, "2", "3", True)
     loaded_as_asked(recorder, text_encoder="t5", progress_bar=False)
-    seen = {"work": work, "out": tmp_path, "method": MEANT, "batch": 7, "resume": True, "pixel_budget": "0.25M"}
+    seen = {"work": plan, "out": tmp_path, "method": MEANT, "batch": 7, "resume": True, "pixel_budget": "0.25M"}
     seen |= {**SAMPLED, "smooth": True, "progress_bar": False, "shard": shard}
     assert seen.items() <= recorder.asked.items()
 
 
 @pytest.mark.parametrize("several", [True, False])
 def test_compare(several: bool, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_all(pipe: Any, *args: Any, **options: Any) -> None:
+    def compare_methods(pipe: Any, *args: Any, **options: Any) -> None:
         recorder.asked = {"args": args, **options}
         raise Reached
 
-    monkeypatch.setattr("nextscale.research.analyze.runs.make_all", make_all)
+    monkeypatch.setattr("nextscale.research.analyze.runs.compare_methods", compare_methods)
     monkeypatch.setattr("nextscale.io.writing.require_writable", lambda path: recorder.more.update(json=path))
     values = {"prompt": "a fox", "seed": 41, "out": tmp_path / "new" / "a.png", "json_": tmp_path / "a.json", **LOADED}
     values |= {"aspect_ratio": 1.5, "pixel_budget": "0.25M", "methods": "nova:balanced+truncate:1,truncate:2", **METHOD}

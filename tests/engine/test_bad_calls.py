@@ -187,7 +187,7 @@ def test_fields_of_methods(cls: type[Method], pipes) -> None:
 
     var = pipes[0]
     schedule = var.schedule()
-    context = var.context(1, schedule, var.sampling(len(schedule)))
+    context = var.model.policy_context(1, schedule, var.model.sampling(len(schedule)))
     for field in dataclasses.fields(cls):
         for value in SOUP:
             with one_sentence((cls.name, field.name, named(value))):

@@ -176,7 +176,7 @@ def test_an_encoder_that_is_not_loaded_yet_counts_when_it_is_needed(monkeypatch)
     pipe.text_encoder = T5Encoder("google/flan-t5-xl", 16, dtype=torch.float16)
     assert pipe.text_encoder.nbytes == 0
     assert pipe.estimate().text_encoder / GIB == pytest.approx(2.28, abs=0.01)
-    monkeypatch.setattr("nextscale.engine.memory.memory_of", lambda device: GIB)
+    monkeypatch.setattr("nextscale.engine.memory.total_memory", lambda device: GIB)
     with pytest.raises(NextscaleError, match=r"need about 2 GiB, but cpu has 1 GiB"):
         pipe("a fox", pixel_budget="0.06M")
     pipe(prompt_embeds=embeds(3), pixel_budget="0.06M", seed=1, output_type="latent")

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from support.pipelines import ask, embeds, same_tokens
+from support.rules import Rules, RulesPolicy, ragged_batches_equal_single_runs
 
-from nextscale.cache.kv import LayerCache
+from nextscale.cache.kv import KVCache
 from nextscale.engine.rng import PerImageNoise
 from nextscale.engine.schedule import INFINITY_GRIDS, PIXEL_BUDGETS, infinity_schedule
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Method, Policy, PolicyContext, ScalePlan
-from nextscale.methods.selection import Selection
+from nextscale.methods.base import Method
+from nextscale.methods.policy import Policy
 from nextscale.models.infinity import rotary_table
 from nextscale.testing import tiny_infinity, tiny_var
 
@@ -91,75 +92,8 @@ def test_forced_tokens_give_equal_logits_in_any_batch(any_pipe) -> None:
         assert (b[2:] - s).abs().max() < 1e-4
 
 
-@dataclass(frozen=True)
-class Rules(Method):
-    """A method for tests: fixed actions, guidance and a ragged random selection, different for every image."""
-
-    name = "rules"
-    summary = "For tests."
-    keep: bool = False
-    skip: tuple[tuple[int, int], ...] = ()  # (image, scale)
-    stop: tuple[tuple[int, int], ...] = ()
-    unguided: tuple[tuple[int, int], ...] = ()  # from this scale on
-    offset: int = 0  # the image that this call's first one is in the batch it is compared with
-
-    def start(self, context: PolicyContext) -> Policy:
-        return RulesPolicy(context, self)
-
-
-class RulesPolicy(Policy):
-    def __init__(self, context: PolicyContext, rules: Rules) -> None:
-        super().__init__(context)
-        self.rules = rules
-
-    def expected_tokens(self) -> int:
-        return 0
-
-    def plan_scale(self, scale) -> ScalePlan:
-        plan = super().plan_scale(scale)
-        self.scale = scale
-        r, actions = self.rules, []
-        for image in range(self.context.images):
-            me = image + r.offset
-            stopped = any(i == me and scale.index >= s for i, s in r.stop)
-            actions.append("stop" if stopped else "skip" if (me, scale.index) in r.skip else "run")
-        guided = [
-            g and not any(i == image + r.offset and scale.index >= s for i, s in r.unguided)
-            for image, g in enumerate(plan.guided)
-        ]
-        running = [i for i, a in enumerate(actions) if a == "run"]
-        self.rows = running + [i for i in running if guided[i]]
-        self.counts = [self.kept(i) for i in self.rows]
-        capacity = max(self.counts, default=0)
-        return plan._replace(actions=tuple(actions), guided=tuple(guided), capacity=capacity)
-
-    def kept(self, image: int) -> int:
-        n = self.scale.tokens
-        return n if not self.rules.keep or self.scale.index < 3 else max(1, n * (image + self.rules.offset + 2) // 6)
-
-    def select(self, layer, group, x, ctx):
-        if not self.rules.keep or self.scale.index < 3:
-            return None
-        index = torch.zeros(len(self.rows), max(self.counts), dtype=torch.long)
-        for row, (image, count) in enumerate(zip(self.rows, self.counts, strict=True)):
-            g = torch.Generator().manual_seed(1000 * (image + self.rules.offset) + 10 * self.scale.index + layer)
-            index[row, :count] = torch.randperm(self.scale.tokens, generator=g)[:count].sort().values
-        return Selection(index.to(x.device), torch.tensor(self.counts, device=x.device))
-
-
 def test_ragged_selections_in_a_batch_equal_single_runs(any_pipe) -> None:
-    rules = {"skip": ((1, 4), (2, 2)), "stop": ((0, 6),), "unguided": ((1, 3), (2, 5))}
-    batch = ask(any_pipe, 3, method=Rules(keep=True, **rules))
-    traced = batch.trace.to_dict()["images"]
-    for i in range(3):
-        single = ask(any_pipe, 1, first=i, method=Rules(keep=True, offset=i, **rules))
-        for k, b in enumerate(batch.tokens):
-            assert torch.equal(b[i : i + 1], single.tokens[k]), (i, k)
-        one = single.trace.to_dict()["images"][0]
-        assert {**one, "index": i} == traced[i]
-    assert traced[0]["stopped_after"] == 6
-    assert not traced[1]["scales"][4]["ran"]
-    assert [e["rows"] for e in traced[2]["scales"][:6]] == [2, 2, 0, 2, 2, 1]
+    ragged_batches_equal_single_runs(any_pipe)
 
 
 def test_the_trace_adds_up(any_pipe) -> None:
@@ -225,12 +159,12 @@ def test_teacher_forced_equals_cached(any_pipe) -> None:
     backbone, tokenizer = any_pipe.backbone, any_pipe.tokenizer
     text = any_pipe.backbone.prompts == "text"
     schedule = any_pipe.schedule(pixel_budget="0.06M" if any_pipe.spec.pixel_budget else None)
-    from nextscale.models.infinity import TextCondition
+    from nextscale.models.text_conditioning import TextCondition
 
     condition = TextCondition([embeds(3 + i, seed=i)[0] for i in range(2)]) if text else torch.tensor([0, 1])
     inputs = [None] + [tokenizer.inputs(m, s) for m, s in zip(maps, list(schedule)[1:], strict=False)]
     with torch.inference_mode():
-        state = backbone.begin(condition, schedule, guided=False)
+        state = backbone.conditioning(condition, schedule, guided=False)
         whole = backbone.teacher_forced(state, inputs, schedule)
     assert (whole - torch.cat(logits, dim=1)).abs().max() < 1e-4
 
@@ -301,11 +235,11 @@ def test_the_callback_can_replace_the_features(any_pipe) -> None:
 
 
 def test_the_cache_grows_with_what_is_kept() -> None:
-    cache = LayerCache.without_room(2, 1, 4, torch.float32, torch.device("cpu"))
+    cache = KVCache.empty(2, 1, 4, torch.float32, torch.device("cpu"))
     k = torch.arange(2 * 3 * 4.0).view(2, 1, 3, 4)
-    cache.reserve(3)
+    cache.allocate(3)
     cache.append(k, k, torch.tensor([3, 1]))
-    cache.reserve(2)
+    cache.allocate(2)
     cache.append(k[:, :, :2], k[:, :, :2], torch.tensor([1, 2]))
     assert cache.lengths.tolist() == [4, 3]
     assert cache.k.shape[2] == 5
@@ -394,7 +328,7 @@ def test_the_lens_of_a_guided_prediction(any_pipe) -> None:
 
     class Looking(Policy):
         def finalize(self, x, ctx):
-            self.lens = ctx.lens(x, True), ctx.lens(x, False)
+            self.lens = ctx.logit_lens(x, True), ctx.logit_lens(x, False)
             return super().finalize(x, ctx)
 
         def on_logits(self, x, raw, logits, ctx):

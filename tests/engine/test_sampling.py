@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from nextscale.engine.guidance import combine, combine_inside, ramp
+from nextscale.engine.guidance import guide, guide_hidden, ramp
 from nextscale.engine.rng import PerImageNoise
-from nextscale.engine.sampling import FEW, Sampling, keep_told_top, keep_top
+from nextscale.engine.sampling import MAX_PARTIAL_SORT, Sampling, keep_top, keep_top_on_device
 from nextscale.engine.schedule import INFINITY_GRIDS, Schedule, infinity_schedule, infinity_schedule_for_size
 from nextscale.tokenizers.vq import _PHI_OF_SCALE, phi_of_scale
 
@@ -37,28 +37,28 @@ def test_top_p_acts_on_what_top_k_left() -> None:
     assert kept(logits, top_k=0, top_p=0.5) == [0, 1]
 
 
-@pytest.mark.parametrize(("top_k", "looks_at"), [(0, 0), (0, None), (1, 4), (3, None), (3, 4), (4, 4), (900, None)])
+@pytest.mark.parametrize(("top_k", "max_top_k"), [(0, 0), (0, None), (1, 4), (3, None), (3, 4), (4, 4), (900, None)])
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.8, 1.0])
 @pytest.mark.parametrize("values", [2, 7])
-def test_filters_that_are_told_their_numbers(values: int, top_p: float, top_k: int, looks_at: int | None) -> None:
+def test_filters_that_are_told_their_numbers(values: int, top_p: float, top_k: int, max_top_k: int | None) -> None:
     logits = torch.randn(3, 5, values, generator=torch.Generator().manual_seed(0))
     logits[0, 0, :] = torch.arange(values) // 2  # ties
     if top_p and values > 2:
-        logits, looks_at = logits[1:], None
+        logits, max_top_k = logits[1:], None
     told = (torch.tensor(number, dtype=torch.float64) for number in (top_k, top_p))
     if values == 2 and top_k == 1:
         top_p = 0.0  # one is left
-    assert torch.equal(keep_told_top(logits, *told, looks_at), keep_top(logits, top_k, top_p))
+    assert torch.equal(keep_top_on_device(logits, *told, max_top_k), keep_top(logits, top_k, top_p))
 
 
-def test_what_a_filter_looks_at() -> None:
-    def looks_at(**options) -> int | None:
-        return Sampling.make(3, guidance=(1.0,) * 3, **options).looks_at
+def test_what_a_filter_max_top_k() -> None:
+    def max_top_k(**options) -> int | None:
+        return Sampling.make(3, guidance=(1.0,) * 3, **options).max_top_k
 
-    assert looks_at() == 0
-    assert looks_at(top_k=[0, 7]) == looks_at(top_k=FEW) == FEW
-    assert looks_at(top_k=FEW + 1) is None
-    assert looks_at(top_p=0.5) is None
+    assert max_top_k() == 0
+    assert max_top_k(top_k=[0, 7]) == max_top_k(top_k=MAX_PARTIAL_SORT) == MAX_PARTIAL_SORT
+    assert max_top_k(top_k=MAX_PARTIAL_SORT + 1) is None
+    assert max_top_k(top_p=0.5) is None
 
 
 def test_vars_ramp() -> None:
@@ -70,11 +70,11 @@ def test_vars_ramp() -> None:
 def test_guidance_of_some_images() -> None:
     rows = torch.tensor([[1.0], [2.0], [3.0], [10.0], [30.0]])  # images 0 and 2 are guided
     guided = torch.tensor([0, 2])
-    assert combine(rows, 3, guided, 2.0).flatten().tolist() == [-8.0, 2.0, -24.0]
-    inside = combine_inside(rows, 3, guided, 2.0).flatten().tolist()
+    assert guide(rows, 3, guided, 2.0).flatten().tolist() == [-8.0, 2.0, -24.0]
+    inside = guide_hidden(rows, 3, guided, 2.0).flatten().tolist()
     assert inside == [-8.0, 2.0, -24.0, -8.0, -24.0]
-    assert torch.equal(combine_inside(rows, 3, guided, 1.0), rows)
-    assert torch.equal(combine(rows[:3], 3, None, 2.0), rows[:3])
+    assert torch.equal(guide_hidden(rows, 3, guided, 1.0), rows)
+    assert torch.equal(guide(rows[:3], 3, None, 2.0), rows[:3])
 
 
 @pytest.mark.parametrize("guided", [None, torch.tensor([0, 2])])
@@ -84,9 +84,9 @@ def test_guidance_that_is_told_its_numbers(weight: float, guided: torch.Tensor |
     w, by = (torch.tensor(number, dtype=torch.float64) for number in (weight, 1 / 0.7))
     if weight == 1:
         rows[-1] = torch.inf  # nothing of it is nothing
-    assert torch.equal(combine(rows, 3, guided, w, by), combine(rows, 3, guided, weight, 1 / 0.7))
-    assert torch.equal(combine(rows[:3], 3, None, w, by), combine(rows[:3], 3, None, weight, 1 / 0.7))
-    assert torch.equal(combine_inside(rows, 3, guided, w), combine_inside(rows, 3, guided, weight))
+    assert torch.equal(guide(rows, 3, guided, w, by), guide(rows, 3, guided, weight, 1 / 0.7))
+    assert torch.equal(guide(rows[:3], 3, None, w, by), guide(rows[:3], 3, None, weight, 1 / 0.7))
+    assert torch.equal(guide_hidden(rows, 3, guided, w), guide_hidden(rows, 3, guided, weight))
 
 
 def test_calls_that_differ_in_numbers_have_one_structure() -> None:

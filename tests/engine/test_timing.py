@@ -10,7 +10,7 @@ import pytest
 from support.commands import run
 
 import nextscale
-from nextscale.engine.loop import ScaleEnd
+from nextscale.engine.callback import ScaleEnd
 from nextscale.testing import tiny_var
 
 

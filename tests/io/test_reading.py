@@ -11,11 +11,11 @@ import pytest
 from nextscale.errors import NextscaleError
 from nextscale.io import reading
 from nextscale.io.reading import read_json, read_lines
-from nextscale.research.evaluate.score_files import Folder, read_prompts
+from nextscale.research.evaluate.score_files import ImageFolder, read_prompts
 from nextscale.research.evaluate.sweep import read_sweep
 from nextscale.research.evaluate.tune import read_space
 from nextscale.research.export.manifest import read_manifest
-from nextscale.research.export.work import Work
+from nextscale.research.export.plan import ExportPlan
 from nextscale.text.words import Lexicon
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -81,10 +81,10 @@ READERS = {
     "sweep": lambda path: read_sweep(str(path)),
     "space": lambda path: read_space("nova", path),
     "manifest": read_manifest,
-    "score": lambda path: read_prompts(path, Folder(path.parent, {"1.png": (8, 8)})),
+    "score": lambda path: read_prompts(path, ImageFolder(path.parent, {"1.png": (8, 8)})),
     "vocabulary": Lexicon.read,
-    **{name: lambda path, name=name: Work.read(name, path) for name in ("geneval", "mjhq", "imagereward")},
-    "hpsv2": lambda path: Work.read("hpsv2", path.rename(path.with_name("photo.json"))),
+    **{name: lambda path, name=name: ExportPlan.read(name, path) for name in ("geneval", "mjhq", "imagereward")},
+    "hpsv2": lambda path: ExportPlan.read("hpsv2", path.rename(path.with_name("photo.json"))),
 }
 
 

@@ -96,7 +96,7 @@ def test_a_lock_that_was_just_removed_is_none(tmp_path: Path, monkeypatch: pytes
 def test_what_killed_processes_left_goes_and_what_living_ones_write_stays(tmp_path: Path) -> None:
     path, mine = tmp_path / "x.json", tmp_path / ".x.json.original"
     mine.write_text("not of ours")
-    begin = "from nextscale.io.writing import whole_file\nf = whole_file(Path(sys.argv[1])); f.__enter__().write(b'1')"
+    begin = "from nextscale.io.writing import atomic_write\nf = atomic_write(Path(sys.argv[1])); f.__enter__().write(b'1')"
     with other_process(begin, path) as child:
         (unfinished,) = tmp_path.glob(f"*{UNFINISHED}")
         require_writable(path)
@@ -153,8 +153,8 @@ def test_places_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest
 
 
 def test_json_without_what_json_cannot_say() -> None:
-    told = as_json({"a": math.inf, "b": [math.nan, 1.5], "c": (-math.inf, "é")})
-    strict = json.loads(told, parse_constant=lambda name: pytest.fail(name))
+    output = as_json({"a": math.inf, "b": [math.nan, 1.5], "c": (-math.inf, "é")})
+    strict = json.loads(output, parse_constant=lambda name: pytest.fail(name))
     assert strict == {"a": None, "b": [None, 1.5], "c": [None, "é"]}
 
 

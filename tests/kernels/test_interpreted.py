@@ -39,7 +39,7 @@ ASKED = (
     "nextscale.methods.selection.selects",
     "nextscale.methods.nova.layer_linkage.selects",
     "nextscale.runtime.eager.looks",
-    "nextscale.runtime.eager.takes_packed",
+    "nextscale.runtime.eager.supports_packed",
     "nextscale.kernels.residual_norm.fuses",
     "nextscale.models.residual.fuses",
     "nextscale.kernels.linear_fp32.takes",

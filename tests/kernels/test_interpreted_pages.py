@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from nextscale.kernels.triton.attention import fused
 from support.emulated_graphs import EmulatedGraphs
 from support.fences import fenced, fences, some, some_tokens, whole
 from support.methods import CAPTURED
@@ -22,15 +23,14 @@ from support.plain import Array, attention, close, cosine, halves, pairs, plain
 from torch import Tensor, nn
 
 from nextscale.cache import paged
-from nextscale.cache.kv import count_lengths
-from nextscale.cache.paged import LayerPages, PagedCache, Pages
+from nextscale.cache.kv import commit_lengths
+from nextscale.cache.paged import LayerPageTable, PagedKVCache, PagePool
 from nextscale.kernels.fp8 import FORMAT, Reads
 from nextscale.kernels.triton import attention as attention_kernels
 from nextscale.kernels.triton import kv_store as kv_store_kernels
 from nextscale.kernels.triton import varlen_attention as varlen_attention_kernels
-from nextscale.kernels.triton.attention import fused
 from nextscale.methods.base import Method
-from nextscale.runtime.cudagraph.executor import Waiting
+from nextscale.runtime.cudagraph.sync_detection import SyncDetected
 from nextscale.testing import tiny_hart, tiny_infinity
 
 SIZE, HEADS, WIDTH, CELLS = 16, 2, 32, 40
@@ -47,8 +47,8 @@ def nowhere(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return fenced(torch.full(tuple(shape), math.nan, dtype=dtype))
 
 
-def some_pages(layers: int, rows: int, tokens: int) -> Pages:
-    return Pages(layers, rows, (HEADS, SIZE, WIDTH), tokens, torch.float32, torch.device("cpu"), nowhere)
+def some_pages(layers: int, rows: int, tokens: int) -> PagePool:
+    return PagePool(layers, rows, (HEADS, SIZE, WIDTH), tokens, torch.float32, torch.device("cpu"), nowhere)
 
 
 def turned(x: Array, scale: Tensor | None, positions: Array | None, turn: str) -> Array:
@@ -89,14 +89,14 @@ def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, 
     monkeypatch.setattr(attention_kernels, "shares_of_keys", lambda *given: shares)
     monkeypatch.setattr(varlen_attention_kernels, "FEW", 8)
     monkeypatch.setattr(varlen_attention_kernels, "SOME", 8)
-    monkeypatch.setattr(paged, "FIRST", 0.0 if grows else 1.0)
-    monkeypatch.setattr(paged, "STEP", 1)
+    monkeypatch.setattr(paged, "INITIAL_SHARE", 0.0 if grows else 1.0)
+    monkeypatch.setattr(paged, "GROWTH_STEP", 1)
     layers, rows, most = 2, 3, 5 + 4 * CELLS + 16
     scale = fenced(torch.tensor([1.3, 7.0]).view(1, HEADS, 1, 1))
     attn = SimpleNamespace(log_scale=scale, pairs=turn == "pairs", softmax_scale=0.3, proj=nn.Linear(4, 4))
     held = some_pages(layers, rows, most)
     lengths = fenced(torch.zeros(layers, rows, dtype=torch.long))
-    caches = [PagedCache(held, layer, length) for layer, length in enumerate(lengths)]
+    caches = [PagedKVCache(held, layer, length) for layer, length in enumerate(lengths)]
     kept = [[[np.zeros((HEADS, 0, WIDTH))] * 2 for _ in range(rows)] for _ in range(layers)]
     taken, grown, end = 0, 0, 0
     for counts in [*SCALES, ending] if ending else SCALES:
@@ -105,9 +105,9 @@ def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, 
         if counts is ending:
             tail = tuple(fenced(torch.full((rows, HEADS, CELLS, WIDTH), math.nan)) for _ in "kv")
             for cache in caches:
-                cache.tail = tail
+                cache.last_scale_kv = tail
         else:
-            grown += held.provide(cells, end, rows, lambda: int(held.taken[-1]))
+            grown += held.ensure_free(cells, end, rows, lambda: int(held.taken[-1]))
         for layer, cache in enumerate(caches):
             complete = isinstance(counts[layer], int)
             gather_rows = [cells] * rows if complete else counts[layer]
@@ -127,7 +127,7 @@ def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, 
                 angle = torch.randn(1, CELLS if chosen is not None else cells, WIDTH // (2 if turn == "pairs" else 1))
                 positions = fenced(torch.stack((angle.cos(), angle.sin()), -1))
             before = [k.shape[1] for k, _ in kept[layer]]
-            seen, spread = cache.look(attn, qkv, positions, chosen, rows)
+            seen, spread = cache.attend_with_entropy(attn, qkv, positions, chosen, rows)
             assert spread is not None
             first = 0
             for row, new in enumerate(gather_rows):
@@ -147,20 +147,20 @@ def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, 
             if counts is not ending:
                 taken += sum(-(-(a + n) // SIZE) - -(-a // SIZE) for a, n in zip(before, gather_rows, strict=True))
                 assert int(held.taken[layer]) == taken
-        count_lengths(caches)
+        commit_lengths(caches)
         for layer, row in itertools.product(range(layers), range(rows)):
             holds(held, layer, row, kept[layer][row])
         in_use = [
             offset
             for layer, row in itertools.product(range(layers), range(rows))
-            for offset in held.table[layer, row, : -(-kept[layer][row][0].shape[1] // SIZE)].tolist()
+            for offset in held.page_table[layer, row, : -(-kept[layer][row][0].shape[1] // SIZE)].tolist()
         ]
         assert sorted(in_use) == sorted(held.free[:taken].tolist()), "each is somebody's, and one's only"
     assert bool(grown) == grows
     for cache, gather_rows in zip(caches, kept, strict=True):
-        cache.tail = None
+        cache.last_scale_kv = None
         if not ending:
-            plain_one = cache.copied()
+            plain_one = cache.without_pages()
             for row, both in enumerate(gather_rows):
                 n = both[0].shape[1]
                 assert int(plain_one.lengths[row]) == n
@@ -168,18 +168,18 @@ def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, 
                     close(found[row, :, :n], exact)
 
 
-def holds(held: Pages, layer: int, row: int, expected: Sequence[Array]) -> None:
+def holds(held: PagePool, layer: int, row: int, expected: Sequence[Array]) -> None:
     """What was stored, and NaN behind it."""
     tokens = expected[0].shape[1]
-    offsets = held.table[layer, row, : -(-tokens // SIZE)].tolist()
+    offsets = held.page_table[layer, row, : -(-tokens // SIZE)].tolist()
     if offsets:
-        found = torch.cat([held.memory[offset] for offset in offsets], dim=2)
+        found = torch.cat([held.pages[offset] for offset in offsets], dim=2)
         for part, exact in zip(found, expected, strict=True):
             close(part[:, :tokens], exact)
             assert part[:, tokens:].isnan().all()
 
 
-def in_pages(k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, LayerPages]:
+def in_pages(k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, LayerPageTable]:
     """The same keys and values in pages, which lie anywhere; nobody may look for others."""
     rows, most = len(lengths), -(-max(lengths) // SIZE)
     memory = [nowhere((2, HEADS, SIZE, WIDTH), k.dtype) for _ in range(rows * most)]
@@ -195,7 +195,7 @@ def in_pages(k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tens
     shape, strides = (rows, HEADS, k.shape[2], WIDTH), (0, SIZE * WIDTH, 0, 1)
     views = [part.as_strided(shape, strides) for part in memory[0]]
     nothing = torch.zeros(1, dtype=torch.int32)
-    return *views, LayerPages(fenced(table), table, nothing, nothing, SIZE)
+    return *views, LayerPageTable(fenced(table), table, nothing, nothing, SIZE)
 
 
 TUNED = {"BLOCK_Q": 16, "BLOCK_K": SIZE, "num_warps": 4}
@@ -260,10 +260,10 @@ RUNS = [  # with so many pictures; rows that fill up a batch rest
 def with_pages(monkeypatch) -> None:
     """Programs have pages, of which there are never enough at first, and tokens lie packed."""
     for place in ("cudagraph.static_buffers", "eager"):
-        monkeypatch.setattr(f"nextscale.runtime.{place}.takes_packed", lambda backbone: True)
-    monkeypatch.setattr("nextscale.runtime.cudagraph.static_buffers.PAGE", SIZE)
-    monkeypatch.setattr(paged, "FIRST", 0.0)
-    monkeypatch.setattr(paged, "STEP", 1)
+        monkeypatch.setattr(f"nextscale.runtime.{place}.supports_packed", lambda backbone: True)
+    monkeypatch.setattr("nextscale.runtime.cudagraph.static_buffers.PAGE_SIZE", SIZE)
+    monkeypatch.setattr(paged, "INITIAL_SHARE", 0.0)
+    monkeypatch.setattr(paged, "GROWTH_STEP", 1)
     for module in (kv_store_kernels, varlen_attention_kernels):
         monkeypatch.setattr(module, "processors", lambda _: 2)
     tickets = torch.zeros(6, dtype=torch.int32)
@@ -287,9 +287,9 @@ def test_runs_with_pages(with_pages, name: str, method: str, images: int) -> Non
         assert same_tokens(expected, found)
         assert torch.allclose(expected.images, found.images, atol=1e-4)
         with torch.inference_mode():
-            for chunk in graphs.ground.chunks:
+            for chunk in graphs.arena.chunks:
                 chunk.fill_(255)  # a decoder may leave NaN there
-    assert graphs.program.pages is not None
+    assert graphs.current.buffers.pages is not None
     assert graphs.grown
 
 
@@ -301,15 +301,15 @@ def test_scales_that_are_not_captured_leave_the_pages(with_pages, index: int, mo
     other.executor = graphs = EmulatedGraphs()
     capture, method = graphs.capture, CAPTURED["nova, early"]
 
-    def waits(program, call, batch, kv):
-        captured = capture(program, call, batch, kv)
+    def waits(graphs, call, batch, kv):
+        captured = capture(graphs, call, batch, kv)
         if batch.scale.index == index:
-            raise Waiting("waits")
+            raise SyncDetected("waits")
         return captured
 
     monkeypatch.setattr(graphs, "capture", waits)
     expected, found = early(pipe, method, 2), early(other, method, 2)
-    assert graphs.recorded == index + 1
+    assert graphs.captured == index + 1
     assert same_tokens(expected, found)
     assert torch.allclose(expected.images, found.images, atol=1e-4)
 
@@ -318,7 +318,7 @@ def test_the_benchmark_of_pages_compares_the_same(monkeypatch) -> None:
     """Its caches hold the same keys, also when calls are repeated."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     benchmark = importlib.import_module("pages")
-    for name, value in {"HEADS": HEADS, "WIDTH": WIDTH, "PAGE": SIZE, "COLD": 1}.items():
+    for name, value in {"HEADS": HEADS, "WIDTH": WIDTH, "PAGE_SIZE": SIZE, "COLD": 1}.items():
         monkeypatch.setattr(benchmark, name, value)
     for module in (kv_store_kernels, varlen_attention_kernels):
         monkeypatch.setattr(module, "processors", lambda _: 2)

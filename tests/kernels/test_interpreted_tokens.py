@@ -30,7 +30,7 @@ from nextscale.kernels.triton.pinned_copy import fused_carry
 from nextscale.kernels.triton.topk_select import fused_link_and_select, fused_select
 from nextscale.methods.nova.layer_linkage import Linkage
 from nextscale.methods.selection import Packed
-from nextscale.models.residual import Stream
+from nextscale.models.residual import ResidualStream
 
 
 @pytest.fixture(autouse=True)
@@ -205,12 +205,12 @@ def test_sum_and_norm_of_packed_tokens(on, kind: str, delta: str, gated: bool, c
             close(first(residual_norm_kernels.fused_sum(source, waiting, gate, chosen), total), exact)
 
 
-def a_stream(chosen: Packed, channels: int, delta: str) -> tuple[Stream, Array]:
+def a_stream(chosen: Packed, channels: int, delta: str) -> tuple[ResidualStream, Array]:
     """Of chosen tokens, and what it comes to."""
     total, tokens = int(chosen.start[-1]), len(chosen.cell)
     gate = some(len(chosen.slot), 1, channels)
     y, waiting = lost(some(1, tokens, channels), total), lost(DELTAS[delta](1, tokens, channels), total)
-    stream = Stream(y)
+    stream = ResidualStream(y)
     stream.delta, stream.gate = waiting, gate
     exact, row = plain(y)[0, :total], chosen.row.long()[:total]
     return stream, exact if waiting is None else exact + summed(waiting, None)[0, :total] * plain(gate)[row, 0]
@@ -268,7 +268,7 @@ def test_put(on, channels: int, delta: str, counts: list[int], room: int | None,
 def test_record(channels: int, delta: str) -> None:
     rows, cells = 4, 11
     x, y, gate = some(rows, cells, channels), some(rows, cells, channels), some(rows, 1, channels)
-    stream = Stream(y)
+    stream = ResidualStream(y)
     stream.delta, stream.gate = DELTAS[delta](rows, cells, channels), gate
     exact = plain(y) + summed(stream.delta, gate)
     before, added = plain(x).copy(), some(rows, cells, channels)
@@ -281,7 +281,7 @@ def test_a_stream_may_be_put_back_as_it_was_taken() -> None:
     """No layer added anything."""
     (chosen, _), x = some_tokens(9, [4, 0, 9]), some(3, 9, 12)
     expected = plain(x).copy()
-    close(restore_kernels.fused_put(x, chosen, Stream(x, chosen)), expected)
+    close(restore_kernels.fused_put(x, chosen, ResidualStream(x, chosen)), expected)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8), (1, 17), (3, 11)])

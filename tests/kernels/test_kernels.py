@@ -11,20 +11,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nextscale.kernels.attention import attend, reference, runs_on
 from support import plain
 from support.pipelines import ask, same_tokens
 from torch import nn
 from torch.nn import functional as F
 
 from nextscale import NOVA
-from nextscale.cache.kv import LayerCache, taken
+from nextscale.cache.kv import KVCache, select_positions
 from nextscale.engine.entropy import attention_entropy, token_entropy
-from nextscale.engine.guidance import combine
+from nextscale.engine.guidance import guide
 from nextscale.engine.sampling import keep_top
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
 from nextscale.kernels.absorbed_cross_attention import absorbs, attend_absorbed
-from nextscale.kernels.attention import attend, reference, runs_on
 from nextscale.kernels.bit_sampling import fused_draw, takes
 from nextscale.kernels.conv import convolve
 from nextscale.kernels.conv import runs_on as convolves
@@ -42,16 +42,16 @@ from nextscale.kernels.pinned_copy import copy_pinned
 from nextscale.kernels.residual_norm import Norm, fuses, gather_rows
 from nextscale.kernels.restore import fused_put, fused_record, fused_restore
 from nextscale.kernels.split_k import Parts
-from nextscale.methods.nova.layer_linkage import MOST, Linkage
+from nextscale.methods.nova.layer_linkage import MAX_RATIO, Linkage
 from nextscale.methods.restore import CachedPolicy
 from nextscale.methods.selection import Packed, Selection, scatter, topk_select
 from nextscale.methods.token_cache import resize_tokens
-from nextscale.models.fp8 import round_convolutions, to_fp8, usual_sizes
-from nextscale.models.infinity import InfinityState, TextAttention
+from nextscale.models.fp8 import input_rms, round_convolutions, to_fp8
+from nextscale.models.infinity import InfinityConditioning, TextAttention
 from nextscale.models.layers import MLP, SelfAttention, rotate_half, rotate_pairs
-from nextscale.models.residual import Stream
-from nextscale.runtime import make_executor
+from nextscale.models.residual import ResidualStream
 from nextscale.runtime.decoder import GPUDecoder
+from nextscale.runtime.registry import make_executor
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 from nextscale.tokenizers.autoencoder import Decoder
 from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
@@ -295,11 +295,11 @@ def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool
     positions = torch.stack((angle.cos(), angle.sin()), -1) if rotary else None
     order = torch.stack([torch.randperm(tokens, device=device) for _ in range(rows)])
     chosen = Selection(order, torch.tensor([4, 9], device=device)) if ragged else None
-    cache = LayerCache.without_room(rows, heads, width, qkv.dtype, qkv.device)
+    cache = KVCache.empty(rows, heads, width, qkv.dtype, qkv.device)
     assert stores(attn, qkv, positions) == (device == "cuda")
     for _ in range(2):  # behind what is there
-        q = cache.store(attn, qkv, positions, chosen)
-    turned = None if positions is None else plain.plain(taken(positions, chosen))
+        q = cache.update(attn, qkv, positions, chosen)
+    turned = None if positions is None else plain.plain(select_positions(positions, chosen))
     most = 0.01 if device == "cuda" else 1e-5
     assert cache.lengths.tolist() == ([8, 18] if ragged else [18, 18])
     for row, kept in enumerate([4, 9] if ragged else [9, 9]):
@@ -308,7 +308,7 @@ def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool
         assert off(q[row], plain.cosine(q0, plain.plain(attn.log_scale).flatten(), turn)) < most
         assert off(cache.k[row, :, kept : 2 * kept], plain.cosine(k0, None, turn)[:, :kept]) < most
         assert off(cache.v[row, :, :kept], v0[:, :kept]) < 1e-6
-    seen, _ = cache.attend(attn, q)
+    seen, _ = cache.attention(attn, q)
     assert seen.shape == (rows, heads, tokens, width)
     assert torch.isfinite(seen).all()
 
@@ -373,7 +373,7 @@ def test_a_stream_is_summed_by_the_norm_that_reads_it(device: str, norm, gated: 
     exact = nn.Linear(channels, 16).to(device)
     reader = nn.Linear(channels, 16).to(device, dtype_of(device))
     for chosen in (None, some):
-        stream, expected = Stream(x, chosen), x.double() if chosen is None else chosen.of(x).double()
+        stream, expected = ResidualStream(x, chosen), x.double() if chosen is None else chosen.of(x).double()
         by = 1.0 if gate is None else gate.double()
         for _ in range(2):
             delta = torch.randn(expected.shape, device=device).to(dtype_of(device))
@@ -412,7 +412,7 @@ def test_a_norm_in_front_of_8_bits(device: str) -> None:
     norm = Norm(1e-6, scale, scale.flip(-1), plus_one=True)
     layer = nn.Linear(48, 32).to(device, torch.bfloat16)
     small = FP8Linear(layer)
-    read = Stream(x).normed(norm, small)
+    read = ResidualStream(x).normed(norm, small)
     assert read.dtype == (FORMAT if device == "cuda" else torch.bfloat16)
     exact = torch.from_numpy(normed(x, norm)).to(device)
     three_bits(small.rounded(read), exact, small)
@@ -485,7 +485,7 @@ def test_an_mlp_in_8_bits(device: str, rows) -> None:
     x = torch.randn(*rows, 64, device=device).bfloat16()
     exact = mlp.double()(x.double())
     mlp.bfloat16()
-    sizes = usual_sizes(mlp, 1.0)
+    sizes = input_rms(mlp, 1.0)
     mlp.fc1, mlp.fc2 = FP8Linear(mlp.fc1, sizes["fc1"]), FP8Linear(mlp.fc2, sizes["fc2"])
     between = linear_gelu(x, mlp.fc1, mlp.fc2)
     assert between.dtype == (FORMAT if device == "cuda" else torch.bfloat16)
@@ -514,7 +514,7 @@ def test_linkage(device: str, rule: Linkage, empty: bool, known: bool) -> None:
             mean = entropy[image].double().mean().item() if means is None else means[image].item()
             usual = sum(before[image][rule.first :]) / max(layer - rule.first, 1)
             deviation = (mean - usual) / usual if rule.linked and layer > rule.first else 0.0
-            share = min(max(ratio[image] * (1 - deviation), rule.lowest), MOST) if ratio[image] else 0.0
+            share = min(max(ratio[image] * (1 - deviation), rule.lowest), MAX_RATIO) if ratio[image] else 0.0
             kept = max(tokens - math.floor(share * tokens), 0 if empty else 1)
             assert notes[layer, :, image].tolist() == pytest.approx([mean, share, deviation, kept], abs=1e-9)
             highest = sorted(entropy[image].topk(kept).indices.tolist())
@@ -576,22 +576,22 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
         added = torch.full((2, cells, channels), torch.nan, device=device)
         delta, gate = torch.randn(packed.shape, device=device), torch.randn(2, 1, channels, device=device)
         for waiting in (None, delta, *some_parts(packed.shape, device)):
-            stream = Stream(packed)
+            stream = ResidualStream(packed)
             if waiting is not None:
                 missing = waiting.total() if isinstance(waiting, Parts) else waiting
                 less = packed - gather_rows(gate, there) * missing
-                stream = Stream(less)
+                stream = ResidualStream(less)
                 stream.add(waiting, gate)
             found = fused_restore(x.to(device), cached.to(device), grids, mode, there, stream, added)
             assert off(found.cpu(), expected) < 1e-6
             assert off(added.cpu(), new) < 1e-6
-            stream = Stream(packed)
+            stream = ResidualStream(packed)
             if waiting is not None:
-                stream = Stream(less)
+                stream = ResidualStream(less)
                 stream.add(waiting, gate)
             assert off(fused_put(x.to(device), there, stream).cpu(), scatter(x, chosen, y)) < 1e-6
             if waiting is not None:
-                whole, missing = Stream(expected.to(device)), torch.randn(2, cells, channels, device=device)
+                whole, missing = ResidualStream(expected.to(device)), torch.randn(2, cells, channels, device=device)
                 whole.add(missing, gate)
                 added.fill_(torch.nan)
                 right = expected.to(device) + gate * missing
@@ -639,10 +639,10 @@ def test_the_lens_follows_holes_that_are_filled(device: str, mode: str, grids) -
         moments = lens.moments(x, chosen)
         assert moments is not None
         if layer == 1:  # holes stay as they are
-            x = fused_put(x, chosen, Stream(y), moments)
+            x = fused_put(x, chosen, ResidualStream(y), moments)
             lens.filled = Filled(x, chosen)
         else:
-            x = fused_restore(x, cached, grids, mode, chosen, Stream(y), None, moments)
+            x = fused_restore(x, cached, grids, mode, chosen, ResidualStream(y), None, moments)
             lens.filled = Filled(x, chosen, cached, grids, mode)
         assert off(moments[..., 0], x[:2].mean(-1)) < 1e-5
         before = resize_tokens(cached.double(), *grids, mode)
@@ -667,7 +667,7 @@ def test_the_lens_trusts_only_what_it_saw() -> None:
 def test_the_head_of_bits_in_another_form(infinity) -> None:
     backbone = infinity.backbone
     x = torch.randn(4, 7, backbone.width) * 3 + 1
-    state = InfinityState(None, None, [], torch.randn(4, 1, 2, backbone.width), [], [], None, None)
+    state = InfinityConditioning(None, None, [], torch.randn(4, 1, 2, backbone.width), [], [], None, None)
     with torch.no_grad():
         logits = backbone.head(state, x[:2])
         parts = backbone.bit_head(state, 2)
@@ -802,7 +802,7 @@ def test_bits_are_drawn(device: str, top_p: float, top_k: int) -> None:
     torch.manual_seed(0)
     raw = torch.randn(4, 300, 5, 2, device=device) * 3
     raw[0, 0, 0] = 0.0  # as likely as each other
-    logits = combine(raw, 2, None, 3.0, 1 / 0.7)
+    logits = guide(raw, 2, None, 3.0, 1 / 0.7)
     scaled = raw * (1 / 0.7)
     assert torch.equal(logits, 3.0 * scaled[:2] + (1 - 3.0) * scaled[2:])
     values = plain.plain(raw) / 0.7
@@ -812,8 +812,8 @@ def test_bits_are_drawn(device: str, top_p: float, top_k: int) -> None:
     assert off(token_entropy(logits, "bit"), entropy.mean(-1)) < 1e-5
     noise = torch.empty_like(logits).exponential_()
     weight, by, p, k = torch.tensor([3.0, 1 / 0.7, top_p, top_k], dtype=torch.float64, device=device).unbind()
-    assert torch.equal(combine(raw, 2, None, weight, by), logits)
-    assert torch.equal(combine(raw, 2, None, weight), combine(raw, 2, None, 3.0))
+    assert torch.equal(guide(raw, 2, None, weight, by), logits)
+    assert torch.equal(guide(raw, 2, None, weight), guide(raw, 2, None, 3.0))
     expected = (keep_top(logits, top_k, top_p).softmax(-1) / noise).argmax(-1)
     assert takes(logits) == (device == "cuda")
     if device == "cuda":

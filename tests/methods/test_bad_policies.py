@@ -12,7 +12,8 @@ from support.pipelines import ask, embeds, same_tokens
 
 from nextscale.errors import NextscaleError
 from nextscale.methods import NOVA, RandomSelection, SkipVAR, ToProVAR
-from nextscale.methods.base import Method, Policy
+from nextscale.methods.base import Method
+from nextscale.methods.policy import Capabilities, Policy
 from nextscale.methods.selection import Selection
 
 
@@ -56,26 +57,25 @@ def completed(weight):
 
 
 NONSENSE = [
-    *(("begin_scale", lambda policy, scale, v=v: v) for v in (None, 5, "run", (), ("run",), object())),
-    ("begin_scale", planned(actions=("run", "run"))),
-    ("begin_scale", planned(actions=("dance",))),
-    ("begin_scale", planned(actions="run")),
-    ("begin_scale", planned(actions=([],))),
-    ("begin_scale", planned(guided=(True, True))),
-    ("begin_scale", planned(guided=("yes",))),
-    ("begin_scale", planned(guided=None)),
-    ("begin_scale", planned(capacity=-1)),
-    ("begin_scale", planned(capacity=1.5)),
-    ("begin_scale", planned(capacity=10**12)),
-    ("begin_scale", planned(groups=())),
-    ("begin_scale", planned(groups=(("ffn",), ("self",)))),
-    ("begin_scale", planned(groups=5)),
-    ("begin_scale", planned(needs={"magic"})),
-    ("begin_scale", planned(needs="attention_entropy")),
-    ("begin_scale", planned(needs_hidden=None)),
-    ("begin_scale", planned(needs_hidden="no")),
-    ("begin_scale", planned(variant=[])),
-    *(("expected_tokens", lambda policy, v=v: v) for v in (None, -1, 1.5, "x", 10**12)),
+    *(("plan_scale", lambda policy, scale, v=v: v) for v in (None, 5, "run", (), ("run",), object())),
+    ("plan_scale", planned(actions=("run", "run"))),
+    ("plan_scale", planned(actions=("dance",))),
+    ("plan_scale", planned(actions="run")),
+    ("plan_scale", planned(actions=([],))),
+    ("plan_scale", planned(guided=(True, True))),
+    ("plan_scale", planned(guided=("yes",))),
+    ("plan_scale", planned(guided=None)),
+    ("plan_scale", planned(capacity=-1)),
+    ("plan_scale", planned(capacity=1.5)),
+    ("plan_scale", planned(capacity=10**12)),
+    ("plan_scale", planned(groups=())),
+    ("plan_scale", planned(groups=(("ffn",), ("self",)))),
+    ("plan_scale", planned(groups=5)),
+    ("plan_scale", planned(needs={"magic"})),
+    ("plan_scale", planned(needs="attention_entropy")),
+    ("plan_scale", planned(needs_hidden=None)),
+    ("plan_scale", planned(needs_hidden="no")),
+    ("plan_scale", planned(variant=[])),
     *(("select", lambda *a, v=v: v) for v in (5, "all", (), torch.zeros(2, 1).long(), object())),
     ("select", chosen(index=lambda x: torch.zeros(len(x), 1))),
     ("select", chosen(index=lambda x: torch.zeros(len(x), 1, dtype=torch.int32))),
@@ -90,16 +90,16 @@ NONSENSE = [
     ("select", chosen(count=lambda x: torch.full((len(x),), 2))),
     ("select", chosen(count=lambda x: torch.full((len(x),), -1))),
     ("select", chosen(count=lambda x: 1)),
-    *(("fill", lambda *a, v=v: v) for v in (None, 5, "x", torch.zeros(1), torch.zeros(2, 1, 32))),
-    ("fill", lambda policy, layer, group, x, chosen, y, ctx: x.double()),
-    ("fill", lambda policy, layer, group, x, chosen, y, ctx: x[:, :, :1]),
-    ("fill", lambda policy, layer, group, x, chosen, y, ctx: x.to("meta")),
-    *(("complete", lambda *a, v=v: v) for v in (None, 5, (1,), (1, 2), (None, None), "xy")),
-    ("complete", lambda policy, x, ctx: x),
-    ("complete", lambda policy, x, ctx: (x[:1], None)),
-    ("complete", completed(lambda x, ctx: 1.0)),
-    ("complete", completed(lambda x, ctx: torch.ones(3))),
-    ("complete", completed(lambda x, ctx: torch.full((1, x.shape[1]), torch.nan))),
+    *(("restore", lambda *a, v=v: v) for v in (None, 5, "x", torch.zeros(1), torch.zeros(2, 1, 32))),
+    ("restore", lambda policy, layer, group, x, chosen, y, ctx: x.double()),
+    ("restore", lambda policy, layer, group, x, chosen, y, ctx: x[:, :, :1]),
+    ("restore", lambda policy, layer, group, x, chosen, y, ctx: x.to("meta")),
+    *(("finalize", lambda *a, v=v: v) for v in (None, 5, (1,), (1, 2), (None, None), "xy")),
+    ("finalize", lambda policy, x, ctx: x),
+    ("finalize", lambda policy, x, ctx: (x[:1], None)),
+    ("finalize", completed(lambda x, ctx: 1.0)),
+    ("finalize", completed(lambda x, ctx: torch.ones(3))),
+    ("finalize", completed(lambda x, ctx: torch.full((1, x.shape[1]), torch.nan))),
     *(("report", lambda *a, v=v: v) for v in (None, 5, {"a": 1.0}, {1: torch.zeros(1)}, [torch.zeros(1)])),
 ]
 
@@ -114,13 +114,20 @@ def test_nonsense_is_named(var, hook: str, does) -> None:
     assert len(said) < 300
 
 
+@pytest.mark.parametrize("tokens", [-1, 1.5, "x", 10**12, True])
+def test_nonsense_in_capabilities_is_named(var, monkeypatch, tokens) -> None:
+    monkeypatch.setattr(OwnPolicy, "capabilities", Capabilities(kv_tokens=tokens))
+    with pytest.raises(NextscaleError, match="own: capabilities must declare kv_tokens as None or a whole number"):
+        var(1, seed=1, output_type="latent", method=Own())
+
+
 def test_nonsense_of_a_part_is_named(var) -> None:
     from nextscale import Truncate
 
-    with pytest.raises(NextscaleError, match="own: begin_scale planned actions"):
-        var(1, method=Truncate(1) + Own("begin_scale", planned(actions=("dance",))))
-    with pytest.raises(NextscaleError, match="own: begin_scale must return a ScalePlan"):
-        var(1, method=Truncate(1) + Own("begin_scale", lambda policy, scale: None))
+    with pytest.raises(NextscaleError, match="own: plan_scale planned actions"):
+        var(1, method=Truncate(1) + Own("plan_scale", planned(actions=("dance",))))
+    with pytest.raises(NextscaleError, match="own: plan_scale must return a ScalePlan"):
+        var(1, method=Truncate(1) + Own("plan_scale", lambda policy, scale: None))
 
 
 def test_nan_of_a_policy(var) -> None:
@@ -128,19 +135,19 @@ def test_nan_of_a_policy(var) -> None:
         return y * torch.nan
 
     with pytest.raises(NextscaleError, match=r"logits of scale 1 are not finite: .* or own made such values$"):
-        var(1, method=Own("fill", restore))
+        var(1, method=Own("restore", restore))
 
 
 def test_text_in_front_is_checked_too(hart) -> None:
-    with pytest.raises(NextscaleError, match="own: fill must return"):
-        ask(hart, method=Own("fill", lambda policy, layer, group, x, chosen, y, ctx: y[:, :0]))
+    with pytest.raises(NextscaleError, match="own: restore must return"):
+        ask(hart, method=Own("restore", lambda policy, layer, group, x, chosen, y, ctx: y[:, :0]))
     with pytest.raises(NextscaleError, match="own: select returned a Selection whose index goes from 7 to 7"):
         ask(hart, method=Own("select", chosen(index=lambda x: torch.full((len(x), 1), 7))))
 
 
 def test_a_plan_with_an_unknown_field(var) -> None:
     with pytest.raises(NextscaleError, match="a plan has no field 'action'; allowed: actions, guided"):
-        var(1, method=Own("begin_scale", planned(action=("run",))))
+        var(1, method=Own("plan_scale", planned(action=("run",))))
 
 
 def test_a_method_that_starts_nothing(var) -> None:
@@ -155,7 +162,7 @@ def test_a_method_that_starts_nothing(var) -> None:
 
 @pytest.mark.parametrize("callback", [lambda: None, lambda a, b: None, lambda *, end: None, 5, "x"], ids=range(5))
 def test_callbacks_are_looked_at_before_the_first_scale(var, callback, monkeypatch) -> None:
-    monkeypatch.setattr("nextscale.engine.request.generate", lambda *args: pytest.fail("a scale was run"))
+    monkeypatch.setattr("nextscale.engine.output.generate", lambda *args: pytest.fail("a scale was run"))
     with pytest.raises(NextscaleError, match="callback_on_scale_end must be a function of one argument, a ScaleEnd"):
         var(1, callback_on_scale_end=callback)
 

@@ -8,7 +8,7 @@ import torch
 from support.pipelines import DATA, ask
 
 from nextscale import NOVA, Compose, DropGuidance, FastVAR, SkipVAR, SparseVAR, ToProVAR, Truncate
-from nextscale.methods.base import Activation, Policy
+from nextscale.methods.policy import Activation, Policy
 
 SKIP = SkipVAR(str(DATA / "skipvar_decision.json"), at=0.5)
 SELECTING = {
@@ -78,7 +78,7 @@ def test_a_composition_does_what_its_parts_do(request, model: str, name: str) ->
 def test_every_part_of_a_composition_is_told_what_happens(infinity, monkeypatch) -> None:
     """Whoever selects, and wherever it stands."""
     told = []
-    for name in ("end_scale", "added", "conclude", "release"):
+    for name in ("on_logits", "on_features", "release"):
         original = getattr(Policy, name)
 
         def noted(self, *args, name=name, original=original):
@@ -87,13 +87,13 @@ def test_every_part_of_a_composition_is_told_what_happens(infinity, monkeypatch)
 
         monkeypatch.setattr(Policy, name, noted)
     ask(infinity, 1, method=Truncate(1) + DropGuidance(4))
-    for name, times in (("end_scale", 6), ("added", 6), ("conclude", 1), ("release", 1)):
+    for name, times in (("on_logits", 6), ("on_features", 6), ("release", 1)):
         assert told.count((name, "TruncatePolicy")) == told.count((name, "DropGuidancePolicy")) == times
 
 
 @pytest.mark.parametrize("method", [Truncate(0) + NOVA(t_est=2), NOVA(t_est=2) + Truncate(0)])
 def test_the_trace_of_a_composition_knows_its_last_scale(infinity, method) -> None:
-    """NOVA learns the entropy of the last scale when pictures are decoded."""
+    """NOVA reads the entropy of the last scale when somebody looks at the trace."""
     alone, both = (ask(infinity, 2, method=m).trace.to_dict()["images"] for m in (NOVA(t_est=2), method))
     assert [i["scales"] for i in both] == [i["scales"] for i in alone]
     assert all(e["entropy"] is not None for i in both for e in i["scales"])

@@ -11,11 +11,11 @@ from support.pipelines import DATA
 from nextscale import FastVAR, Pipeline
 from nextscale.checkpoints.files import open_states
 from nextscale.checkpoints.pretrained import official_part
+from nextscale.engine.rows import Rows
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule, infinity_schedule
-from nextscale.engine.state import Rows
-from nextscale.methods.base import PolicyContext, ScaleContext
 from nextscale.methods.fastvar import FastVARPolicy
+from nextscale.methods.policy import PolicyContext, ScaleContext
 from nextscale.methods.selection import Selection
 from nextscale.models.registry import Defaults, ModelSpec
 from nextscale.testing import randomize

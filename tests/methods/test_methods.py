@@ -142,7 +142,7 @@ def test_4_the_same_random_numbers_with_and_without(model, method, monkeypatch) 
             drawn[-1].update({(scale, image): noise[row] for row, image in enumerate(images)})
             return noise
 
-    monkeypatch.setattr(rng, "PerImageDraws", Noting)
+    monkeypatch.setattr(rng, "PerImageNoise", Noting)
     for m in (None, method):
         drawn.append({})
         ask(pipe, 2, method=m, **size)

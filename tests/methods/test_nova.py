@@ -10,11 +10,11 @@ from support.pipelines import ask
 
 from nextscale import NOVA
 from nextscale.engine.entropy import attention_entropy, token_entropy
-from nextscale.engine.state import Rows
-from nextscale.methods.base import ScaleContext
+from nextscale.engine.rows import Rows
 from nextscale.methods.nova.growth import Growth
 from nextscale.methods.nova.layer_linkage import Linkage
 from nextscale.methods.nova.policy import NOVAPolicy
+from nextscale.methods.policy import ScaleContext
 from nextscale.methods.selection import Packed, Selection, scatter, topk_select
 from nextscale.methods.token_cache import resize_tokens
 
@@ -119,7 +119,7 @@ def test_the_most_certain_tokens_are_dropped(infinity) -> None:
 def policy_for(n: int, **fields) -> tuple[NOVAPolicy, ScaleContext]:
     from nextscale.engine.sampling import Sampling
     from nextscale.engine.schedule import Schedule
-    from nextscale.methods.base import PolicyContext
+    from nextscale.methods.policy import PolicyContext
 
     schedule = Schedule.squares((1, 2, 3, 4, 6, 8, 10))
     sampling = Sampling.make(len(schedule), guidance=(1.0,) * len(schedule))
@@ -133,7 +133,7 @@ def test_a_constant_layer_is_restored_exactly(mode: str) -> None:
     policy, finalize = policy_for(4, restore_mode=mode)
     x = torch.randint(-8, 8, (1, 36, 5)).float()
     policy.restore(0, ("self", "ffn"), x, None, x + 0.25, finalize)
-    reduced = ScaleContext(list(policy.context.schedule)[5], finalize.rows, finalize.lens)
+    reduced = ScaleContext(list(policy.context.schedule)[5], finalize.rows, finalize.logit_lens)
     x = torch.randint(-8, 8, (1, 64, 5)).float()
     chosen = Selection(torch.tensor([[3, 7, 8]]), torch.tensor([3]))
     out = policy.restore(0, ("self", "ffn"), x, chosen, x[:, [3, 7, 8]] + 0.25, reduced)
@@ -148,7 +148,7 @@ def test_what_fills_the_holes() -> None:
     for cache, expected in (("residual", 3 + 2.0), ("feature", 9.0), ("zero", 3.0)):
         policy, finalize = policy_for(4, cache=cache)
         policy.restore(0, ("self",), torch.full((1, 36, 1), 7.0), None, torch.full((1, 36, 1), 9.0), finalize)
-        reduced = ScaleContext(list(policy.context.schedule)[5], finalize.rows, finalize.lens)
+        reduced = ScaleContext(list(policy.context.schedule)[5], finalize.rows, finalize.logit_lens)
         x = torch.full((1, 64, 1), 3.0)
         chosen = Selection(torch.tensor([[5]]), torch.tensor([1]))
         out = policy.restore(0, ("self",), x, chosen, torch.tensor([[[100.0]]]), reduced)
@@ -288,15 +288,14 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
     for pipe in (infinity, patchified):
         expected = ask(pipe, images=2, method=method)
         with monkeypatch.context() as patch:
-            patch.setattr("nextscale.methods.base.puts", lambda x: True)
-            patch.setattr("nextscale.methods.base.fused_put", put)
-            patch.setattr("nextscale.methods.restore.puts", lambda x: True)
-            patch.setattr("nextscale.methods.restore.fused_record", record)
-            patch.setattr("nextscale.methods.restore.fused_restore", restore)
-            patch.setattr("nextscale.runtime.eager.needs_hidden", lambda x: True)
-            patch.setattr("nextscale.kernels.logit_lens.fused_lens", whole)
-            patch.setattr("nextscale.kernels.logit_lens.fused_lens_of_filled", filled)
-            patch.setattr("nextscale.runtime.eager.takes_packed", lambda backbone: True)
+            patch.setattr("nextscale.kernels.restore.supports", lambda x: True)
+            patch.setattr("nextscale.kernels.restore.fused_scatter", put)
+            patch.setattr("nextscale.kernels.restore.fused_record", record)
+            patch.setattr("nextscale.kernels.restore.fused_restore", restore)
+            patch.setattr("nextscale.kernels.logit_lens.supports", lambda x: True)
+            patch.setattr("nextscale.kernels.logit_lens.fused_logit_lens", whole)
+            patch.setattr("nextscale.kernels.logit_lens.fused_restored_logit_lens", filled)
+            patch.setattr("nextscale.runtime.eager.supports_packed", lambda backbone: True)
             patch.setattr(
                 Linkage, "keep", lambda rule, e, *rest, **more: packed(keep(rule, e, *rest, **more), e.shape[1])
             )

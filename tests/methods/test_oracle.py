@@ -114,7 +114,7 @@ NOVA_RUNS = [(name, model) for name, case in NOVA_CASES.items() for model in cas
 
 @pytest.mark.parametrize(("name", "model"), NOVA_RUNS)
 def test_nova(request, monkeypatch, name: str, model: str) -> None:
-    monkeypatch.setattr("nextscale.methods.nova.LENS_CODES", 6)  # fewer than the codes of a tiny model
+    monkeypatch.setattr("nextscale.methods.nova.policy.LENS_CODES", 6)  # fewer than the codes of a tiny model
     fields, settings, seeds = NOVA_CASES[name]
     method = literal(**fields)
     seed = seeds[model]

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +19,14 @@ from support.pipelines import ask, same_tokens
 from torch import Tensor, nn
 
 from nextscale import NOVA, DropGuidance, FastVAR, RandomSelection, SparseVAR, ToProVAR
-from nextscale.kernels.residual_norm import Norm, fuses
-from nextscale.kernels.split_k import Parts
-from nextscale.methods.base import Method, Policy
+from nextscale.kernels import residual_norm
+from nextscale.kernels.residual_norm import Norm
+from nextscale.kernels.split_k import SplitKPartials
+from nextscale.methods.base import Method
 from nextscale.methods.nova.layer_linkage import Linkage
+from nextscale.methods.policy import Capabilities, Policy
 from nextscale.methods.selection import Packed, Selection, gather, scatter, topk_select
-from nextscale.models.residual import Stream
+from nextscale.models.residual import ResidualStream
 from nextscale.runtime import eager
 from nextscale.runtime.eager import Eager
 
@@ -163,10 +166,10 @@ def test_a_stream_of_packed_tokens(device: str, kept: list[list[int]], make, gat
     x = torch.randn(len(kept), CELLS + 2, channels, device=device)[:, 2:]
     modulation, reader = torch.randn(len(kept), 1, 6, channels, device=device), nn.Linear(channels, 3).to(device)
     norm, gate = make(modulation), modulation[:, :, 0] if gated else None
-    assert fuses(x) == (device == "cuda")
+    assert residual_norm.supports(x) == (device == "cuda")
     chosen = chosen_from(kept, device)
     chosen = chosen.known() if known else chosen
-    stream, alone = Stream(x, chosen), [Stream(x[row : row + 1, cells]) for row, cells in enumerate(kept)]
+    stream, alone = ResidualStream(x, chosen), [ResidualStream(x[row : row + 1, cells]) for row, cells in enumerate(kept)]
 
     def of(vector: Tensor | None, row: int) -> Tensor | None:
         return vector if vector is None or vector.ndim == 1 or len(vector) == 1 else vector[row : row + 1]
@@ -181,12 +184,12 @@ def test_a_stream_of_packed_tokens(device: str, kept: list[list[int]], make, gat
         found = stream.normed(norm, reader)
         agree(found, [other.normed(mine, reader) for other, mine in zip(alone, each, strict=True)])
 
-    agree(Stream(x, chosen).sum, [other.sum for other in alone])
+    agree(ResidualStream(x, chosen).sum, [other.sum for other in alone])
     normed()  # takes them out of x
     for number in range(3):
         delta = torch.randn(4, 1, len(chosen.cell), channels, device=device)
         delta[:, :, total:] = math.nan
-        parts = Parts(delta, torch.randn(channels, device=device))
+        parts = SplitKPartials(delta, torch.randn(channels, device=device))
         stream.add(parts if number else delta[0], gate)
         deltas = rows_of(parts.total() if number else delta[0], kept)
         for row, other in enumerate(alone):
@@ -194,15 +197,15 @@ def test_a_stream_of_packed_tokens(device: str, kept: list[list[int]], make, gat
         if number != 1:
             normed()
     agree(stream.sum, [other.sum for other in alone])
-    assert stream.chosen is chosen
+    assert stream.packed is chosen
 
 
 @torch.no_grad()
 def test_a_stream_of_padded_tokens() -> None:
     """Taken out of x at once, and then like any other."""
     x, chosen = torch.randn(2, CELLS, 4), Selection(torch.tensor([[1, 5], [3, 6]]), torch.tensor([2, 1]))
-    stream = Stream(x, chosen)
-    assert stream.chosen is None
+    stream = ResidualStream(x, chosen)
+    assert stream.packed is None
     assert torch.equal(stream.sum, chosen.of(x))
 
 
@@ -216,9 +219,12 @@ def test_holes_of_packed_tokens_stay_as_they_are(kept: list[list[int]]) -> None:
         torch.randn(len(kept), 1, 4),
     )
     chosen = chosen_from(kept)
-    stream = Stream(x, chosen)
+    stream = ResidualStream(x, chosen)
     stream.add(delta, gate)
-    filled = Policy.restore_residual(Policy.__new__(Policy), 0, ("self",), x, chosen, stream, None)  # type: ignore[arg-type]
+    policy = Policy.__new__(Policy)
+    policy.capabilities = Capabilities(keeps_input=True)
+    ctx = SimpleNamespace(context=0, fused_logit_lens=None)
+    filled = eager.restored(policy, 0, ("self",), x, chosen, stream, ctx).sum  # type: ignore[arg-type]
     deltas = rows_of(delta, kept)
     for row, cells in enumerate(kept):
         expected = x[row].clone()
@@ -278,11 +284,11 @@ def test_packed_tokens_through_a_whole_run(any_pipe, method: str, monkeypatch) -
     traced = expected.trace.to_dict()["images"]
     assert any(image["row_tokens_computed"] < image["row_tokens_full"] for image in traced)
     known: list[bool] = []
-    through = eager.through
+    run_block = Eager.run_block
 
-    def noted(block, parts, stream, given, positions, memory, chosen=None):
-        known.extend([] if stream.chosen is None else [stream.chosen.counts is not None])
-        through(block, parts, stream, given, positions, memory, chosen)
+    def noted(executor, block, stream, **rest):
+        known.extend([] if stream.packed is None else [stream.packed.counts is not None])
+        run_block(executor, block, stream, **rest)
 
     def check() -> None:
         found = ask(other, 2, method=METHODS[method], output_type="latent")
@@ -296,8 +302,8 @@ def test_packed_tokens_through_a_whole_run(any_pipe, method: str, monkeypatch) -
                 assert (found.trace.kept(image, scale, layer) == expected.trace.kept(image, scale, layer)).all()
 
     other = copy.copy(any_pipe)
-    monkeypatch.setattr(Eager, "through", staticmethod(noted))
-    monkeypatch.setattr(eager, "takes_packed", lambda backbone: True)
+    monkeypatch.setattr(Eager, "run_block", noted)
+    monkeypatch.setattr(eager, "supports_packed", lambda backbone: True)
     check()
     assert known
     assert all(known)

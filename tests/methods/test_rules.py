@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from nextscale import NOVA, FastVAR, SparseVAR, ToProVAR
+from nextscale.engine.rows import Rows
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule
-from nextscale.engine.state import Rows
-from nextscale.methods.base import PolicyContext, ScaleContext
+from nextscale.methods.policy import PolicyContext, ScaleContext
 from nextscale.methods.selection import Selection
 
 SIDES = (1, 2, 3, 4, 8)

@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 
 from nextscale import MODELS, NextscaleError, Pipeline, Truncate
-from nextscale.checkpoints.int8 import Int8State, pack
+from nextscale.checkpoints.int8 import Int8State, quantize_state
 from nextscale.checkpoints.locate import ASSETS
 from nextscale.cli import main
 from nextscale.io.images import to_pil
-from nextscale.text.words import END, Lexicon, split
+from nextscale.text.words import END_TOKEN, Lexicon, split
 
 SHORT = Truncate(6)  # 7 of 13 grids: under a second, coarse but the right picture
 
@@ -35,7 +35,7 @@ def lexicon(pipe: Pipeline) -> Lexicon:
 
 def names(lexicon: Lexicon, prompt: str) -> list[str]:
     tokens, unknown = lexicon.parse(prompt)
-    assert tokens[-1] == END
+    assert tokens[-1] == END_TOKEN
     assert not unknown
     return [lexicon.entries[t - 1].name for t in tokens[:-1]]
 
@@ -218,7 +218,7 @@ def test_eight_bits(tmp_path: Path) -> None:
         "small": torch.randn(8, 8, generator=generator),
         "vector": torch.randn(5000, generator=generator),
     }
-    save_file(pack(state), tmp_path / "packed.safetensors")
+    save_file(quantize_state(state), tmp_path / "packed.safetensors")
     opened = Int8State(open_states(tmp_path / "packed.safetensors")[0])
     assert set(opened.infos) == set(state)
     read = opened.tensors(list(state))

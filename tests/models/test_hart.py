@@ -112,7 +112,7 @@ def test_padding_on_the_left(hart: Pipeline) -> None:
     """Fewer features than slots: zeros in front of them, as if the user had written them."""
     short = embeds(5)[0]
     state = hart.backbone
-    from nextscale.models.infinity import TextCondition
+    from nextscale.models.text_conditioning import TextCondition
 
     rows, places = state.read(TextCondition([short]), guided=True)
     assert places.tolist() == [[-1] * 7 + [0, 1, 2, 3, 4], [0] * 12]

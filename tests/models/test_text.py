@@ -9,7 +9,7 @@ import torch
 from support.pipelines import embeds
 
 from nextscale.errors import NextscaleError
-from nextscale.models.infinity import TextCondition
+from nextscale.models.text_conditioning import TextCondition
 from nextscale.testing import tiny_hart, tiny_infinity
 from nextscale.text.qwen2 import QwenEncoder
 from nextscale.text.t5 import T5Encoder
@@ -113,12 +113,12 @@ def test_text_norm_has_the_models_epsilon() -> None:
 def test_few_shapes_of_text(length: int, slots: int) -> None:
     """All it can read, behind the last of them; and always a mask, though nothing is padded."""
     backbone = tiny_infinity(text_length=40).backbone
-    condition = TextCondition(embeds(length, 2), slots=(8, 16, 64))
+    condition = TextCondition(embeds(length, 2), padded_lengths=(8, 16, 64))
     text, lengths, mask = backbone.read(condition, guided=True)
     assert text.shape[:2] == (4, slots)
     assert lengths.tolist() == [length, 2] * 2
     assert mask.sum((1, 2, 3)).tolist() == lengths.tolist()
-    assert backbone.read(TextCondition(embeds(length), slots=(8, 16, 64)), guided=False)[2] is not None
+    assert backbone.read(TextCondition(embeds(length), padded_lengths=(8, 16, 64)), guided=False)[2] is not None
     assert backbone.read(TextCondition(embeds(length)), guided=False)[2] is None
 
 

@@ -61,7 +61,7 @@ def test_shapes_in_random_order_capture_nothing(found, load) -> None:
     assert all(s["captured"] > 0 for s in result["shapes"])
     assert result["warm_up_s"] == pytest.approx(sum(s["s"] for s in result["shapes"]))
     warming = load("nextscale.runtime.warmup")
-    assert warming.rehearse.__module__ == warming.__name__, "nobody is watched any more"
+    assert warming.warm_up_shape.__module__ == warming.__name__, "nobody is watched any more"
 
 
 def test_every_kind_of_call_is_told(found, load, capsys) -> None:

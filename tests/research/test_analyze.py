@@ -18,11 +18,11 @@ from nextscale.methods import ToProVAR
 from nextscale.methods.naming import parse_methods
 from nextscale.methods.toprovar import ToProVARPolicy
 from nextscale.research.analyze import activation_scale, global_layers
-from nextscale.research.analyze.band import Asked, Band, measure_band, read_prompts
+from nextscale.research.analyze.band import Band, CategorizedPrompt, measure_band, read_prompts
 from nextscale.research.analyze.data import load, store
 from nextscale.research.analyze.figures import FIGURES, get_figures
 from nextscale.research.analyze.study import Study, default_methods
-from nextscale.research.analyze.style import quoted, rows_of
+from nextscale.research.analyze.style import quoted, split_rows
 from nextscale.research.analyze.watch import Watcher, WatchingPolicy, watch
 from nextscale.testing import tiny_infinity, tiny_var
 
@@ -60,13 +60,17 @@ def var() -> Pipeline:
     return tiny_var()
 
 
-def study_of(pipe: Pipeline, prompt: str | int, asked: list[Asked], size: dict[str, str]) -> Study:
+def study_of(pipe: Pipeline, prompt: str | int, asked: list[CategorizedPrompt], size: dict[str, str]) -> Study:
     return Study(pipe, prompt, 139, asked, parse_methods(METHODS), size)
 
 
 @pytest.fixture(scope="module")
 def studies(text: Pipeline, var: Pipeline) -> dict[str, Study]:
-    several = [Asked("a fox", "animals"), Asked("a dog", "animals"), Asked("bread", "food")]
+    several = [
+        CategorizedPrompt("a fox", "animals"),
+        CategorizedPrompt("a dog", "animals"),
+        CategorizedPrompt("bread", "food"),
+    ]
     return {
         "text": study_of(text, "a $1 fox & <two> $2 dogs", several, {"pixel_budget": "0.06M", "aspect_ratio": 1.5}),
         "label": study_of(var, 4, [], {}),
@@ -78,7 +82,7 @@ def test_watching_changes_nothing(any_pipe: Pipeline) -> None:
     assert torch.equal(plain.images, watched.images)
     policy = watched.trace.policy
     assert isinstance(policy, WatchingPolicy)
-    assert all(len(layers) == any_pipe.backbone.depth for layers in policy.lens + policy.moved)
+    assert all(len(layers) == any_pipe.backbone.depth for layers in policy.logit_lens + policy.moved)
     assert policy.attention is not None
     assert policy.attention.shape[0] == any_pipe.backbone.depth
 
@@ -89,12 +93,12 @@ def test_what_is_watched_is_what_methods_see(var: Pipeline) -> None:
     nova = NOVA(t_est=2, probe="lens", alpha=10)
     traced = var(4, seed=139, method=nova).trace.to_dict()["images"][0]["scales"]
     seen = watch(var, 4, 139)
-    assert len(seen.pictures) == len(ends) == 8
+    assert len(seen.thumbnails) == len(ends) == 8
     for t, end in enumerate(ends):
         assert seen.conditional[t].ravel() == pytest.approx(token_entropy(end.raw_logits[:1])[0].numpy(), abs=1e-5)
         assert seen.guided[t].ravel() == pytest.approx(token_entropy(end.logits)[0].numpy(), abs=1e-5)
     assert traced[3]["ratio"] > 0  # the first scale that NOVA reduces: all before it is the plain run
-    assert seen.lens[3][0].mean() == pytest.approx(traced[3]["layers"][0]["entropy"], rel=1e-5)
+    assert seen.logit_lens[3][0].mean() == pytest.approx(traced[3]["layers"][0]["entropy"], rel=1e-5)
     # The state moves from the embedding to the last block by what the blocks change.
     assert np.stack(seen.moved[-1]).min() > 0
 
@@ -108,7 +112,7 @@ def test_singular_values_are_those_of_toprovar(var: Pipeline) -> None:
 
 
 def test_a_band_is_its_single_runs(text: Pipeline) -> None:
-    asked = [Asked(p) for p in ("a fox", "a dog", "bread", "two cups", "a red tower")]
+    asked = [CategorizedPrompt(p) for p in ("a fox", "a dog", "bread", "two cups", "a red tower")]
     size = {"pixel_budget": "0.06M"}
     band = measure_band(text, asked, 139, **size)
     alone = watch(text, "a red tower", 143, **size)
@@ -119,10 +123,10 @@ def test_a_band_is_its_single_runs(text: Pipeline) -> None:
 
 def test_activation_is_that_of_nova(var: Pipeline) -> None:
     method = NOVA(t_est=3, probe="lens")
-    band = measure_band(var, [Asked(i) for i in range(4)], 0)
+    band = measure_band(var, [CategorizedPrompt(i) for i in range(4)], 0)
     out = var([0, 1, 2, 3], seed=[0, 1, 2, 3], method=method)
     assert out.trace.policy is not None
-    really = [out.trace.policy.activation(i).scale for i in range(4)]
+    really = [out.trace.policy.explain(i).activation.scale for i in range(4)]
     assert activation_scale.measure(band, method)["first_reduced"] == really
 
 
@@ -138,7 +142,9 @@ def test_every_figure_and_its_data(kind: str, studies: dict[str, Study], tmp_pat
 
 def test_every_category_and_none_that_is_reduced(tmp_path: Path) -> None:
     flat = np.tile(np.linspace(1, 2, 9), (3, 1))
-    band = Band("m", [Asked("a", "x"), Asked("b", "y"), Asked("c", "y")], 0, flat, flat)
+    band = Band(
+        "m", [CategorizedPrompt("a", "x"), CategorizedPrompt("b", "y"), CategorizedPrompt("c", "y")], 0, flat, flat
+    )
     data = activation_scale.measure(band, NOVA())
     assert data["first_reduced"] == [None] * 3
     activation_scale.draw(data, tmp_path / "a.png")
@@ -156,12 +162,15 @@ def test_data_comes_back(tmp_path: Path) -> None:
 def test_prompt_files(tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_text("animals\ta fox\n\n two dogs \n")
-    assert read_prompts(path, labels=False) == [Asked("a fox", "animals"), Asked("two dogs", "all prompts")]
+    assert read_prompts(path, labels=False) == [
+        CategorizedPrompt("a fox", "animals"),
+        CategorizedPrompt("two dogs", "all prompts"),
+    ]
     path.write_text("birds\t4\n7\n")
-    assert read_prompts(path, labels=True) == [Asked(4, "birds"), Asked(7)]
+    assert read_prompts(path, labels=True) == [CategorizedPrompt(4, "birds"), CategorizedPrompt(7)]
     for content, labels, sentence in (
         ("", False, "holds no prompt"),
-        ("birds\t\n", False, "prompt 1: write a prompt"),
+        ("birds\t\n", False, "line 1: write a prompt"),
         ("a fox\n", True, "takes a class number, not 'a fox'"),
     ):
         path.write_text(content)
@@ -172,8 +181,8 @@ def test_prompt_files(tmp_path: Path) -> None:
 
 
 def test_small_things(var: Pipeline) -> None:
-    assert [len(r) for r in rows_of(range(13), 7)] == [7, 6]
-    assert [len(r) for r in rows_of(range(3), 4)] == [3]
+    assert [len(r) for r in split_rows(range(13), 7)] == [7, 6]
+    assert [len(r) for r in split_rows(range(3), 4)] == [3]
     assert quoted("x" * 80, 10) == "“xxxxxxxxx…”"
     assert quoted(4) == "class 4"
     assert list(default_methods(var)) == ["nova", "toprovar", "sparsevar", "fastvar", "truncate:1"]

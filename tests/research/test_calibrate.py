@@ -106,9 +106,9 @@ def test_commands(tmp_path: Path, monkeypatch, capsys) -> None:
     prompts.write_text("1\n2\n")
     assert call(*options) == (2, "error: calibration needs at least 64 prompts, not 2\n")
     prompts.write_text("\r\n\r\n".join(["1", "a fox", *labels, "12"]))
-    code, told = call(*options)
+    code, output = call(*options)
     assert code == 2
-    assert told.startswith(
+    assert output.startswith(
         f"error: {prompts}, line 3: a class label must be a whole number, from 0 to 11, not 'a fox' (1 more"
     )
     assert not out.exists()

@@ -22,7 +22,7 @@ from nextscale.methods import DropGuidance, SkipVAR
 from nextscale.methods.naming import parse_methods
 from nextscale.research.analyze.comparison import computed, draw_comparison
 from nextscale.research.analyze.computed import computed_overall
-from nextscale.research.analyze.runs import make_all, require_start
+from nextscale.research.analyze.runs import compare_methods, require_start
 from nextscale.research.analyze.sheet import amplification, difference, draw_sheet
 from nextscale.research.evaluate import features
 from nextscale.research.evaluate.psnr import EQUAL
@@ -77,7 +77,7 @@ def test_a_picture_of_two_runs(tmp_path: Path) -> None:
 
 def test_the_same_numbers_for_all(pipe: Pipeline) -> None:
     methods = {"idle": Truncate(0), "truncate:2": Truncate(2), "unguided": DropGuidance(4), "none": None}
-    made = {m.name: m for m in make_all(pipe, 4, methods, seed=139)}
+    made = {m.name: m for m in compare_methods(pipe, 4, methods, seed=139)}
     assert list(made) == ["none", "idle", "truncate:2", "unguided"]
     plain, idle, short, unguided = made.values()
     assert plain.ratio == 1
@@ -101,7 +101,7 @@ def test_the_same_numbers_for_all(pipe: Pipeline) -> None:
 @pytest.mark.parametrize("count", [1, 6])
 def test_a_sheet(count: int, pipe: Pipeline, tmp_path: Path) -> None:
     names = ["nova:t_est=3", "truncate:1", "fastvar", "sparsevar", "toprovar", "nova:t_est=3+drop_guidance:5"]
-    made = make_all(pipe, 4, parse_methods(",".join(names[:count])))
+    made = compare_methods(pipe, 4, parse_methods(",".join(names[:count])))
     draw_sheet(made, 4, tmp_path / "x.png")
     width, _ = Image.open(tmp_path / "x.png").size
     assert width == 1200
@@ -121,7 +121,7 @@ def test_without_the_network(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) ->
         raise NextscaleError("not installed")
 
     monkeypatch.setattr(features, "network", missing)
-    made = make_all(pipe, 4, {"truncate:1": Truncate(1)})
+    made = compare_methods(pipe, 4, {"truncate:1": Truncate(1)})
     assert features.why_missing() == "not installed"
     assert made[1].perceptual is None
 
@@ -139,10 +139,10 @@ def test_the_command(weights: Path, tmp_path: Path, run, capsys: pytest.CaptureF
     text = capsys.readouterr().out
     assert [line.split()[0] for line in text.splitlines()[1:4]] == ["none", "nova:t_est=2", "truncate:1"]
     assert "in this order" in text
-    told = json.loads(table.read_text())
-    assert [row["name"] for row in told["methods"]] == ["none", "nova:t_est=2", "truncate:1"]
-    assert told["methods"][1]["method"]["fields"]["t_est"] == 2
-    assert told["prompt"] == 4
+    written = json.loads(table.read_text())
+    assert [row["name"] for row in written["methods"]] == ["none", "nova:t_est=2", "truncate:1"]
+    assert written["methods"][1]["method"]["fields"]["t_est"] == 2
+    assert written["prompt"] == 4
     assert Image.open(out).size[0] == 1200
     assert run("4", *options, "--method", "nova", "--set", "t_est=2") == 0
     assert "% of the tokens, PSNR" in capsys.readouterr().out

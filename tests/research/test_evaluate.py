@@ -26,9 +26,16 @@ from nextscale.research.evaluate.bench import _read as read_cell
 from nextscale.research.evaluate.features import why_missing
 from nextscale.research.evaluate.presets import presets
 from nextscale.research.evaluate.recognizer import FOLDER, Detection, load_recognizer, read_about
-from nextscale.research.evaluate.report import Report, Row, as_csv
-from nextscale.research.evaluate.scenes import TASKS, Ask, Thing, describe, read_asks, some_of
-from nextscale.research.evaluate.statistics import Estimate, Resampling, at_cost, pareto
+from nextscale.research.evaluate.report import EvaluationReport, Row, as_csv
+from nextscale.research.evaluate.scenes import (
+    TASKS,
+    SceneObject,
+    ScenePrompt,
+    describe,
+    first_per_task,
+    read_scene_prompts,
+)
+from nextscale.research.evaluate.statistics import ConfidenceInterval, Resampling, at_cost, pareto
 from nextscale.research.evaluate.sweep import read_sweep, sweep_names
 from nextscale.research.evaluate.tune import Trial, measure, read_budget, read_space
 
@@ -48,25 +55,25 @@ def seen(name: str, x: float = 0.5, y: float = 0.5, color: str = "red") -> Detec
 
 
 def test_the_frozen_list_holds_all_tasks_and_only_known_words(pipe: Pipeline) -> None:
-    asks = read_asks()
-    assert [sum(a.task == t for a in asks) for t in TASKS] == [60] * 6
-    assert len({(a.task, a.prompt) for a in asks}) == len(asks)
+    scene_prompts = read_scene_prompts()
+    assert [sum(a.task == t for a in scene_prompts) for t in TASKS] == [60] * 6
+    assert len({(a.task, a.prompt) for a in scene_prompts}) == len(scene_prompts)
     lexicon = pipe.text_encoder.lexicon  # type: ignore[union-attr]
-    assert all(not lexicon.parse(a.prompt)[1] for a in asks)
+    assert all(not lexicon.parse(a.prompt)[1] for a in scene_prompts)
     classes = set(read_about()["classes"])
-    assert {t.name for a in asks for t in a.things} <= classes
-    assert some_of(asks, 2)[:3] == [asks[0], asks[1], asks[60]]
+    assert {t.name for a in scene_prompts for t in a.things} <= classes
+    assert first_per_task(scene_prompts, 2)[:3] == [scene_prompts[0], scene_prompts[1], scene_prompts[60]]
 
 
 def test_every_clause_of_a_question_counts() -> None:
-    two = Ask("two objects", "", (Thing("fox"), Thing("car")))
+    two = ScenePrompt("two objects", "", (SceneObject("fox"), SceneObject("car")))
     assert two.passes([seen("car"), seen("fox")])
     assert not two.passes([seen("fox")])
     assert not two.passes([seen("fox"), seen("car"), seen("car")])
-    three = Ask("counting", "", (Thing("fox", 3),))
+    three = ScenePrompt("counting", "", (SceneObject("fox", 3),))
     assert three.passes([seen("fox")] * 3)
     assert not three.passes([seen("fox")] * 4)
-    blue = Ask("colours", "", (Thing("heart", 1, "blue"),))
+    blue = ScenePrompt("colours", "", (SceneObject("heart", 1, "blue"),))
     assert blue.passes([seen("heart", color="blue")])
     assert not blue.passes([seen("heart", color="red")])
 
@@ -75,17 +82,19 @@ def test_every_clause_of_a_question_counts() -> None:
     ("relation", "x", "y"), [("left of", 0.2, 0.5), ("right of", 0.8, 0.5), ("above", 0.5, 0.2), ("below", 0.5, 0.8)]
 )
 def test_places(relation: str, x: float, y: float) -> None:
-    ask = Ask("position", "", (Thing("fox"), Thing("car")), relation)
-    assert ask.passes([seen("fox", x, y), seen("car")])
-    assert not ask.passes([seen("fox"), seen("car", x, y)])  # exchanged
-    assert not ask.passes([seen("fox", 0.5 + (x - 0.5) / 5, 0.5 + (y - 0.5) / 5), seen("car")])  # too near to tell
-    assert not ask.passes([seen("fox", y, x), seen("car")])  # along the other axis
+    scene_prompt = ScenePrompt("position", "", (SceneObject("fox"), SceneObject("car")), relation)
+    assert scene_prompt.passes([seen("fox", x, y), seen("car")])
+    assert not scene_prompt.passes([seen("fox"), seen("car", x, y)])  # exchanged
+    assert not scene_prompt.passes(
+        [seen("fox", 0.5 + (x - 0.5) / 5, 0.5 + (y - 0.5) / 5), seen("car")]
+    )  # too near to tell
+    assert not scene_prompt.passes([seen("fox", y, x), seen("car")])  # along the other axis
 
 
 def test_describe() -> None:
-    ask = Ask("colours", "", (Thing("heart", 1, "blue"),))
-    assert describe([seen("heart"), seen("heart")], ask) == "2 red heart"
-    assert describe([], ask) == "nothing"
+    scene_prompt = ScenePrompt("colours", "", (SceneObject("heart", 1, "blue"),))
+    assert describe([seen("heart"), seen("heart")], scene_prompt) == "2 red heart"
+    assert describe([], scene_prompt) == "nothing"
 
 
 # The recognizer
@@ -117,8 +126,8 @@ def test_the_recognizer_sees_what_was_drawn(pipe: Pipeline) -> None:
 def test_a_mean_with_its_interval() -> None:
     rng = np.random.default_rng(3)
     values = rng.normal(5, 2, 300)
-    draws = Resampling([str(i) for i in range(300)], ["a"] * 300)
-    found = draws.mean(values)
+    noise = Resampling([str(i) for i in range(300)], ["a"] * 300)
+    found = noise.mean(values)
     half = 1.96 * values.std() / math.sqrt(300)
     assert found.value == pytest.approx(values.mean())
     assert found.high - found.low == pytest.approx(2 * half, rel=0.1)
@@ -134,20 +143,20 @@ def test_pictures_of_one_prompt_go_together() -> None:
 
 
 def test_the_score_is_the_mean_over_tasks() -> None:
-    draws = Resampling(["a", "b", "c", "d"], ["one", "one", "one", "two"])
-    assert draws.score([1, 1, 1, 0]).value == pytest.approx(0.5)
-    assert draws.mean([1, 1, 1, 0]).value == pytest.approx(0.75)
-    assert draws.score([1, 1, 1, 0]) == Estimate(0.5, 0.5, 0.5)  # tasks are drawn within themselves
+    noise = Resampling(["a", "b", "c", "d"], ["one", "one", "one", "two"])
+    assert noise.score([1, 1, 1, 0]).value == pytest.approx(0.5)
+    assert noise.mean([1, 1, 1, 0]).value == pytest.approx(0.75)
+    assert noise.score([1, 1, 1, 0]) == ConfidenceInterval(0.5, 0.5, 0.5)  # tasks are drawn within themselves
 
 
 def test_all_right_is_not_certainty() -> None:
-    draws = Resampling([str(i) for i in range(24)], ["a"] * 24)
-    found = draws.score([1] * 24)
+    noise = Resampling([str(i) for i in range(24)], ["a"] * 24)
+    found = noise.score([1] * 24)
     assert (found.value, found.high) == (1.0, 1.0)
     assert found.low == pytest.approx(0.857, abs=1e-3)  # 24 of 24 by Clopper and Pearson
     twice = Resampling([str(i) for i in range(24)] * 2, ["a"] * 48).score([1] * 48)
     assert twice == found, "a second picture of the same prompts is no new prompt"
-    change = draws.score([0] * 24, least=-1.0)
+    change = noise.score([0] * 24, least=-1.0)
     assert change.low == pytest.approx(-change.high)
 
 
@@ -165,8 +174,8 @@ def test_pareto() -> None:
     assert pareto({"a": (1, 1), "b": (2, 3), "c": (3, 2), "d": (2, 2), "e": (4, 4)}) == ["a", "b", "e"]
 
 
-def report_of(costs: dict[str, float], qualities: dict[str, list[float]], cost: str = "seconds") -> Report:
-    asks = [Ask("a", f"p{i}", ()) for i in range(3)]
+def report_of(costs: dict[str, float], qualities: dict[str, list[float]], cost: str = "seconds") -> EvaluationReport:
+    scene_prompts = [ScenePrompt("a", f"p{i}", ()) for i in range(3)]
     cells = {
         name: Cell(
             [
@@ -178,7 +187,7 @@ def report_of(costs: dict[str, float], qualities: dict[str, list[float]], cost: 
         )
         for name, values in qualities.items()
     }
-    return Report([Item(a, 0) for a in asks], cells, cost)
+    return EvaluationReport([Item(a, 0) for a in scene_prompts], cells, cost)
 
 
 def test_gain_over_a_curve_at_equal_cost_is_paired() -> None:
@@ -209,13 +218,13 @@ def test_gain_over_a_curve_at_equal_cost_is_paired() -> None:
 
 
 def test_items_take_turns_and_share_no_seed() -> None:
-    items = make_items(read_asks(), 2)
-    assert [i.ask.task for i in items[:6]] == list(TASKS)
+    items = make_items(read_scene_prompts(), 2)
+    assert [i.scene_prompt.task for i in items[:6]] == list(TASKS)
     assert len({i.seed for i in items}) == len(items) == 720
 
 
 def test_cells_are_kept_and_repeat_to_the_digit(pipe: Pipeline, tmp_path: Path) -> None:
-    items = make_items(some_of(read_asks(), 1), 1)[:3]
+    items = make_items(first_per_task(read_scene_prompts(), 1), 1)[:3]
     methods = {"none": None, "t": Truncate(1), "n": NOVA(t_est=5, alpha=0)}
     first = Bench(pipe, items, 2, tmp_path / "a", True, SMALL).run(methods, reference=True)
     assert [r["psnr"] for r in first["none"].records] == [EQUAL] * 3
@@ -342,7 +351,7 @@ def test_presets_are_the_cheapest_settings_that_come_near_enough() -> None:
     }
 
     def row(name: str, flops: float, ssim: float) -> Row:
-        same = {key: Estimate(ssim, ssim, ssim) for key in ("ssim", "scenes", "psnr")}
+        same = {key: ConfidenceInterval(ssim, ssim, ssim) for key in ("ssim", "scenes", "psnr")}
         return Row(name, {"flops": flops, "tokens": flops, **same}, {}, {})
 
     rows = [row(name, *values) for name, values in settings.items()]
@@ -398,8 +407,10 @@ def test_folders_are_looked_at_before_a_model_is_loaded(command: list[str], tmp_
 
 
 def test_scenes_that_the_model_cannot_draw(pipe: Pipeline, tmp_path: Path, monkeypatch) -> None:
-    asks = [Ask("single object", prompt, (Thing("fox"),)) for prompt in ("a fox", "a qwertz", "a 猫")]
-    monkeypatch.setattr("nextscale.research.evaluate.scenes.read_asks", lambda: asks)
+    scene_prompts = [
+        ScenePrompt("single object", prompt, (SceneObject("fox"),)) for prompt in ("a fox", "a qwertz", "a 猫")
+    ]
+    monkeypatch.setattr("nextscale.research.evaluate.scenes.read_scene_prompts", lambda: scene_prompts)
     monkeypatch.setattr(Pipeline, "from_pretrained", lambda *args, **options: pipe)
     arguments = ["eval", "scenes", "--methods", "none,truncate:6", "--out", str(tmp_path / "out"), "--seeds", "1"]
     arguments += ["--pixel-budget", "0.06M", "--quiet"]
@@ -410,9 +421,9 @@ def test_scenes_that_the_model_cannot_draw(pipe: Pipeline, tmp_path: Path, monke
     assert not (tmp_path / "out").exists()
     result = CliRunner().invoke(app, [*arguments, "--skip-bad"], catch_exceptions=False)
     assert "2 prompts were skipped; results.json lists them" in result.output
-    told = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [e["prompt"] for e in told["skipped"]["prompts"]] == ["a qwertz", "a 猫"]
-    assert len(told["pictures"]["none"]) == 1
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [e["prompt"] for e in results["skipped"]["prompts"]] == ["a qwertz", "a 猫"]
+    assert len(results["pictures"]["none"]) == 1
 
 
 def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
@@ -425,7 +436,7 @@ def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
 
 def test_foreign_folder(pipe: Pipeline, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    bench = Bench(pipe, make_items(read_asks(), 1)[:1], 1, tmp_path, False, SMALL)
+    bench = Bench(pipe, make_items(read_scene_prompts(), 1)[:1], 1, tmp_path, False, SMALL)
     with pytest.raises(NextscaleError, match="is not empty and holds no evaluation"):
         session.open_folder(bench)
 
@@ -446,10 +457,10 @@ def test_a_trial_must_keep_within_every_budget() -> None:
 
 def test_losses_are_what_was_lost() -> None:
     """A lower score is a loss, a higher one a gain."""
-    asks = [Ask("a", f"p{i}", ()) for i in range(4)]
+    scene_prompts = [ScenePrompt("a", f"p{i}", ()) for i in range(4)]
 
     class Drawn:
-        items = [Item(a, 0) for a in asks]
+        items = [Item(a, 0) for a in scene_prompts]
 
         def __init__(self, passed: list[bool]) -> None:
             self.passed = passed
@@ -502,7 +513,7 @@ def test_tune_finds_the_cheapest_within_the_budget(tmp_path: Path) -> None:
         k: 1 - np.mean([r["ssim"] for r in cell.records])
         for k, cell in Bench(
             Pipeline.from_pretrained(progress_bar=False),
-            make_items(some_of(read_asks(), 1), 1),
+            make_items(first_per_task(read_scene_prompts(), 1), 1),
             3,
             tmp_path / "t",
             why_missing() is None,

@@ -21,9 +21,9 @@ from nextscale import NOVA, Pipeline, Truncate
 from nextscale.cli import main
 from nextscale.errors import NextscaleError
 from nextscale.models.registry import MODELS
+from nextscale.research.export.plan import ExportPlan, Shard
 from nextscale.research.export.protocol import sampling_for
 from nextscale.research.export.run import export
-from nextscale.research.export.work import Shard, Work
 from nextscale.testing import tiny_var
 
 LABELS = "0 1 2 3 4 5 6"
@@ -43,9 +43,9 @@ def pipe() -> Pipeline:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Work:
+def plan(tmp_path: Path) -> ExportPlan:
     (tmp_path / "labels.txt").write_text(LABELS)
-    return Work.read("imagenet", tmp_path / "labels.txt", images=2)
+    return ExportPlan.read("imagenet", tmp_path / "labels.txt", images=2)
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,14 @@ def require_whole(out: Path, wanted: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_resume_makes_what_is_missing_and_nothing_else(pipe: Pipeline, work: Work, tmp_path: Path, batch: int) -> None:
-    export(pipe, work, tmp_path / "whole", batch=batch)
+def test_resume_makes_what_is_missing_and_nothing_else(
+    pipe: Pipeline, plan: ExportPlan, tmp_path: Path, batch: int
+) -> None:
+    export(pipe, plan, tmp_path / "whole", batch=batch)
     wanted = content(tmp_path / "whole")
     assert len(wanted) == 14
     out = tmp_path / "out"
-    export(pipe, work, out, batch=batch)
+    export(pipe, plan, out, batch=batch)
     (out / "images" / "00001.png").unlink()  # in the middle of a batch
     cut = out / "images" / "01004.png"
     cut.write_bytes(cut.read_bytes()[:-5])
@@ -87,14 +89,14 @@ def test_resume_makes_what_is_missing_and_nothing_else(pipe: Pipeline, work: Wor
     (out / ".lock").write_text("17 on here")
     (out / ".lock-2of4").write_text("17 on here")
     before = stamps(out)
-    done = export(pipe, work, out, batch=batch, resume=True)
+    done = export(pipe, plan, out, batch=batch, resume=True)
     assert (done.made, done.missing) == (2, 0)
     assert content(out) == wanted
     changed = {name for name, stamp in stamps(out).items() if before.get(name) != stamp}
     assert changed == {"00001.png", "01004.png"}
     assert sorted(p.name for p in out.iterdir()) == ["images", "manifest.json"]
     manifest = (out / "manifest.json").read_bytes()
-    assert export(pipe, work, out, batch=batch, resume=True).made == 0
+    assert export(pipe, plan, out, batch=batch, resume=True).made == 0
     assert (
         (out / "manifest.json").read_bytes()
         == manifest
@@ -105,7 +107,8 @@ def test_resume_makes_what_is_missing_and_nothing_else(pipe: Pipeline, work: Wor
 def test_killed_at_every_moment(tmp_path: Path) -> None:
     """See `_survive` below, which runs in its own process: a fork of this one could hang in its threads."""
     script = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "finished after" in done.stdout
 
@@ -132,9 +135,9 @@ def test_the_command_is_killed_and_resumed(var_files: Path, tmp_path: Path, monk
     assert here("--out", "out") == 2
     assert "--resume makes the missing ones" in capsys.readouterr().err
     assert here("--out", "out", "--resume") == 0
-    told = capsys.readouterr().out
-    assert f"made {56 - len(left)} pictures" in told
-    assert "create_npz_from_sample_folder" in told
+    output = capsys.readouterr().out
+    assert f"made {56 - len(left)} pictures" in output
+    assert "create_npz_from_sample_folder" in output
     assert content(tmp_path / "out") == wanted
     after = stamps(tmp_path / "out")
     assert {name: after[name] for name in before} == before
@@ -149,8 +152,8 @@ def test_the_command_is_killed_and_resumed(var_files: Path, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("where", ["write", "replace", "mkdir"])
-def test_a_full_disk(pipe: Pipeline, work: Work, tmp_path: Path, monkeypatch, where: str) -> None:
-    export(pipe, work, tmp_path / "whole")
+def test_a_full_disk(pipe: Pipeline, plan: ExportPlan, tmp_path: Path, monkeypatch, where: str) -> None:
+    export(pipe, plan, tmp_path / "whole")
     wanted = content(tmp_path / "whole")
     (tmp_path / "empty").mkdir()
 
@@ -181,45 +184,45 @@ def test_a_full_disk(pipe: Pipeline, work: Work, tmp_path: Path, monkeypatch, wh
         if where == "mkdir":
             patch.setattr(Path, "mkdir", full)
         with pytest.raises(NextscaleError, match=r"cannot write .*No space left on device"):
-            export(pipe, work, out)
+            export(pipe, plan, out)
     if where == "mkdir":
         assert not out.exists()
     else:
         assert len(content(out)) == 4  # and the manifest
         require_whole(out, wanted)
         assert sorted(p.name for p in out.iterdir()) == ["images", "manifest.json"]
-    export(pipe, work, out, resume=True)
+    export(pipe, plan, out, resume=True)
     assert content(out) == wanted
 
 
-def test_shards_share_out_the_pictures(pipe: Pipeline, work: Work, tmp_path: Path) -> None:
-    export(pipe, work, tmp_path / "whole")
+def test_shards_share_out_the_pictures(pipe: Pipeline, plan: ExportPlan, tmp_path: Path) -> None:
+    export(pipe, plan, tmp_path / "whole")
     wanted = content(tmp_path / "whole")
     together, apart = tmp_path / "together", []
     for i in (2, 1, 3):  # in one folder, in any order
-        done = export(pipe, work, together, shard=Shard(i, 3))
-        apart.append(content(tmp_path / f"{i}") if export(pipe, work, tmp_path / f"{i}", shard=Shard(i, 3)) else {})
+        done = export(pipe, plan, together, shard=Shard(i, 3))
+        apart.append(content(tmp_path / f"{i}") if export(pipe, plan, tmp_path / f"{i}", shard=Shard(i, 3)) else {})
         assert done.missing == 14 - sum(map(len, apart))
     assert sum(map(len, apart)) == 14
     assert {**apart[0], **apart[1], **apart[2]} == wanted == content(together)
     assert len(list(together.glob("manifest-*of3.json"))) == 3
     with pytest.raises(NextscaleError, match="holds pictures of this export already"):
-        export(pipe, work, together, shard=Shard(1, 3))
-    assert export(pipe, work, together, resume=True).made == 0  # as one, too
-    assert export(pipe, work, tmp_path / "few", shard=Shard(40, 40)).made == 0
+        export(pipe, plan, together, shard=Shard(1, 3))
+    assert export(pipe, plan, together, resume=True).made == 0  # as one, too
+    assert export(pipe, plan, tmp_path / "few", shard=Shard(40, 40)).made == 0
     assert (tmp_path / "few" / "manifest-40of40.json").exists()
 
 
 def test_shards_of_prompts_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     records = [{"id": str(i), "prompt": "a fox"} for i in range(7)]
     (tmp_path / "p.json").write_text(json.dumps(records))
-    pictures = Work.read("imagereward", tmp_path / "p.json").pictures
-    parts = [Shard(i, 4).of(pictures) for i in range(1, 5)]
-    assert sorted(p.path for part in parts for p in part) == sorted(p.path for p in pictures)
+    image_files = ExportPlan.read("imagereward", tmp_path / "p.json").image_files
+    parts = [Shard(i, 4).of(image_files) for i in range(1, 5)]
+    assert sorted(p.path for part in parts for p in part) == sorted(p.path for p in image_files)
     assert [len(part) for part in parts] == [20, 20, 20, 10]  # whole prompts
 
 
-def test_a_second_process_is_told_so(pipe: Pipeline, work: Work, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_second_process_is_told_so(pipe: Pipeline, plan: ExportPlan, tmp_path: Path, monkeypatch, capsys) -> None:
     out, attempts = tmp_path / "out", []
 
     def meanwhile(self: Pipeline, *args: object, **options: object) -> object:
@@ -228,7 +231,7 @@ def test_a_second_process_is_told_so(pipe: Pipeline, work: Work, tmp_path: Path,
             attempts.append("begun")
             for shard in (Shard(), Shard(1, 2)):
                 with pytest.raises(NextscaleError, match=r"is at work in .*out; let it finish") as error:
-                    export(tiny_var(), work, out, shard=shard, resume=True)
+                    export(tiny_var(), plan, out, shard=shard, resume=True)
                 attempts.append(str(error.value))
             monkeypatch.setattr(Pipeline, "from_pretrained", lambda *args, **options: pytest.fail("it was loaded"))
             command = ["export", "imagenet", "--prompts", tmp_path / "labels.txt", "--images", 2, "--out", out]
@@ -241,33 +244,33 @@ def test_a_second_process_is_told_so(pipe: Pipeline, work: Work, tmp_path: Path,
 
     real = Pipeline.__call__
     monkeypatch.setattr(Pipeline, "__call__", meanwhile)
-    assert export(pipe, work, out).made == 14
+    assert export(pipe, plan, out).made == 14
     assert len(attempts) == 3
     assert sorted(p.name for p in out.iterdir()) == ["images", "manifest.json"]
 
 
-def test_shards_run_side_by_side(pipe: Pipeline, work: Work, tmp_path: Path, monkeypatch) -> None:
+def test_shards_run_side_by_side(pipe: Pipeline, plan: ExportPlan, tmp_path: Path, monkeypatch) -> None:
     out, made = tmp_path / "out", []
 
     def meanwhile(self: Pipeline, *args: object, **options: object) -> object:
         if self is pipe and not made:
             made.append(0)
-            made[0] = export(tiny_var(), work, out, shard=Shard(2, 2)).made
+            made[0] = export(tiny_var(), plan, out, shard=Shard(2, 2)).made
         return real(self, *args, **options)
 
     real = Pipeline.__call__
     monkeypatch.setattr(Pipeline, "__call__", meanwhile)
-    done = export(pipe, work, out, shard=Shard(1, 2))
+    done = export(pipe, plan, out, shard=Shard(1, 2))
     assert (done.made, done.missing, made) == (7, 0, [7])
     assert sorted(p.name for p in out.iterdir()) == ["images", "manifest-1of2.json", "manifest-2of2.json"]
 
 
-def test_the_manifest_keeps_earlier_runs(pipe: Pipeline, work: Work, tmp_path: Path, monkeypatch) -> None:
+def test_the_manifest_keeps_earlier_runs(pipe: Pipeline, plan: ExportPlan, tmp_path: Path, monkeypatch) -> None:
     """Each on another machine; the second makes nothing that the first has made."""
     runs = []
     for threads in (1, 2, 1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
-        done = export(pipe, work, tmp_path / "out", resume=True)
+        done = export(pipe, plan, tmp_path / "out", resume=True)
         (tmp_path / "out" / "images" / "00001.png").unlink()
         runs.append([run["threads"] for run in json.loads(done.manifest.read_text())["runs"]])
     assert runs == [[1], [1, 2], [1, 2], [1, 2, 3]]
@@ -303,61 +306,61 @@ def test_shards_out_of_range() -> None:
             Shard.parse(text)
 
 
-def test_other_settings_are_refused_and_named(pipe: Pipeline, work: Work, tmp_path: Path) -> None:
+def test_other_settings_are_refused_and_named(pipe: Pipeline, plan: ExportPlan, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    export(pipe, work, out, method=NOVA(t_est=2))
+    export(pipe, plan, out, method=NOVA(t_est=2))
     before = content(out)
 
-    def refused(other: Pipeline, again: Work, **options: object) -> str:
+    def refused(other: Pipeline, again: ExportPlan, **options: object) -> str:
         options.setdefault("method", NOVA(t_est=2))
         with pytest.raises(NextscaleError, match=r"manifest\.json is of an export with other settings") as error:
             export(other, again, out, resume=True, **options)
         return str(error.value)
 
     labels = tmp_path / "labels.txt"
-    assert "seed is 0 there and 1 now" in refused(pipe, Work.read("imagenet", labels, images=2, seed=1))
-    assert "images_per_prompt is 2 there and 3 now" in refused(pipe, Work.read("imagenet", labels, images=3))
-    assert 'method.name is "nova" there and "none" now' in refused(pipe, work, method=None)
-    assert "method.fields.t_est is 2 there and 3 now" in refused(pipe, work, method=NOVA(t_est=3))
-    assert "sampling.top_p is 0.96 there and 0.5 now" in refused(pipe, work, top_p=0.5)
-    assert "weights_sha256 is [" in refused(tiny_var(seed=1), work)
-    assert 'dtype is "float32" there and "bfloat16" now' in refused(tiny_var().to(dtype="bfloat16"), work)
+    assert "seed is 0 there and 1 now" in refused(pipe, ExportPlan.read("imagenet", labels, images=2, seed=1))
+    assert "images_per_prompt is 2 there and 3 now" in refused(pipe, ExportPlan.read("imagenet", labels, images=3))
+    assert 'method.name is "nova" there and "none" now' in refused(pipe, plan, method=None)
+    assert "method.fields.t_est is 2 there and 3 now" in refused(pipe, plan, method=NOVA(t_est=3))
+    assert "sampling.top_p is 0.96 there and 0.5 now" in refused(pipe, plan, top_p=0.5)
+    assert "weights_sha256 is [" in refused(tiny_var(seed=1), plan)
+    assert 'dtype is "float32" there and "bfloat16" now' in refused(tiny_var().to(dtype="bfloat16"), plan)
     labels.write_text("1 2 3")
-    assert "prompts_sha256 is" in refused(pipe, Work.read("imagenet", labels, images=2))
+    assert "prompts_sha256 is" in refused(pipe, ExportPlan.read("imagenet", labels, images=2))
     with pytest.raises(NextscaleError, match="other settings: prompts_sha256"):
-        export(pipe, Work.read("imagenet", labels), out, shard=Shard(2, 2))  # nor may another shard differ
+        export(pipe, ExportPlan.read("imagenet", labels), out, shard=Shard(2, 2))  # nor may another shard differ
     assert content(out) == before
     (out / "manifest.json").write_text("{}")
     with pytest.raises(NextscaleError, match="is not the manifest of an export"):
-        export(pipe, work, out, resume=True)
+        export(pipe, plan, out, resume=True)
 
 
-def test_foreign_files_are_refused_and_named(pipe: Pipeline, work: Work, tmp_path: Path) -> None:
+def test_foreign_files_are_refused_and_named(pipe: Pipeline, plan: ExportPlan, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "holiday.jpg").write_bytes(b"x")
     for resume in (False, True):
         with pytest.raises(NextscaleError, match=r"is not empty and is no export: it holds holiday\.jpg"):
-            export(pipe, work, out, resume=resume)
+            export(pipe, plan, out, resume=resume)
     (out / "holiday.jpg").unlink()
-    export(pipe, work, out)
+    export(pipe, plan, out)
     (out / "images.npz").write_bytes(b"x")  # what the scorer makes beside the pictures is no harm
     for name in ("00001 (copy).png", "99999.png", ".hidden", "more/00001.png"):
         (out / "images" / name).parent.mkdir(exist_ok=True)
         (out / "images" / name).write_bytes(b"x")
     with pytest.raises(NextscaleError, match=r"\.hidden, 00001 \(copy\)\.png, 99999\.png and 2 more; move it away"):
-        export(pipe, work, out, resume=True)
+        export(pipe, plan, out, resume=True)
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(NextscaleError, match=r"cannot write into .*Not a directory"):
-        export(pipe, work, tmp_path / "file")
+        export(pipe, plan, tmp_path / "file")
 
 
-def test_what_fails_at_the_first_picture_leaves_nothing(pipe: Pipeline, work: Work, tmp_path: Path) -> None:
+def test_what_fails_at_the_first_picture_leaves_nothing(pipe: Pipeline, plan: ExportPlan, tmp_path: Path) -> None:
     for options in ({"method": NOVA(t_est=7)}, {"top_p": 3.0}, {"batch": 0}, {"guidance_scale": float("nan")}):
         with pytest.raises(NextscaleError):
-            export(pipe, work, tmp_path / "out", **options)
+            export(pipe, plan, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-    export(pipe, work, tmp_path / "out", method=Truncate(1))
+    export(pipe, plan, tmp_path / "out", method=Truncate(1))
 
 
 def test_sampling_of_the_protocols() -> None:
@@ -402,14 +405,14 @@ def _survive(folder: Path) -> None:
     torch.set_num_threads(1)
     pipe, out = tiny_var(), folder / "out"
     (folder / "labels.txt").write_text(LABELS)
-    work = Work.read("imagenet", folder / "labels.txt", images=2)
-    export(pipe, work, folder / "whole", batch=2)
+    plan = ExportPlan.read("imagenet", folder / "labels.txt", images=2)
+    export(pipe, plan, folder / "whole", batch=2)
     wanted, seen, attempts = content(folder / "whole"), dict[str, tuple[int, int]](), 0
     while True:
         child = os.fork()
         if child == 0:
             _kill_at(1 + attempts % 13)
-            export(pipe, work, out, batch=2, resume=True)
+            export(pipe, plan, out, batch=2, resume=True)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         require_whole(out, wanted)

@@ -18,8 +18,8 @@ from PIL import Image
 
 from nextscale.errors import NextscaleError
 from nextscale.pipeline import Pipeline
+from nextscale.research.export.plan import ExportPlan
 from nextscale.research.export.run import export
-from nextscale.research.export.work import Work
 from nextscale.testing import tiny_infinity, tiny_var
 
 TEXTS = ["a fox", "two red hearts", "a tree left of a house"]
@@ -99,8 +99,8 @@ def write_prompts(benchmark: str, folder: Path) -> Path:
 
 
 def test_geneval(text_pipe: Pipeline, tmp_path: Path) -> None:
-    work = Work.read("geneval", write_prompts("geneval", tmp_path), seed=5)
-    done = export(text_pipe, work, tmp_path / "out", **SMALL)
+    plan = ExportPlan.read("geneval", write_prompts("geneval", tmp_path), seed=5)
+    done = export(text_pipe, plan, tmp_path / "out", **SMALL)
     seen = Counter()
     for folder in (tmp_path / "out" / "images").iterdir():
         if not folder.is_dir() or not folder.name.isdigit():
@@ -119,15 +119,15 @@ def test_geneval(text_pipe: Pipeline, tmp_path: Path) -> None:
     record = tmp_path / "out" / "images" / "00001" / "metadata.jsonl"
     before = record.read_text()
     record.unlink()  # without it the scorer stops
-    assert export(text_pipe, work, tmp_path / "out", resume=True, **SMALL).made == 0
-    assert record.read_text() == before == work.prompts.read_text().splitlines(keepends=True)[1]
+    assert export(text_pipe, plan, tmp_path / "out", resume=True, **SMALL).made == 0
+    assert record.read_text() == before == plan.prompts.read_text().splitlines(keepends=True)[1]
 
 
 @pytest.mark.parametrize("tiles", [1, 4])
 def test_dpg(text_pipe: Pipeline, tmp_path: Path, tiles: int) -> None:
     prompts = write_prompts("dpg", tmp_path)
-    work = Work.read("dpg", prompts, images=tiles)
-    done = export(text_pipe, work, tmp_path / "out", batch=3, **SMALL)
+    plan = ExportPlan.read("dpg", prompts, images=tiles)
+    done = export(text_pipe, plan, tmp_path / "out", batch=3, **SMALL)
     command = shlex.split(done.commands[0])
     assert command[0] == f"PIC_NUM={tiles}"
     root, side = Path(command[-2]), int(command[-1])
@@ -154,13 +154,13 @@ def test_dpg_csv_names_the_same_pictures(tmp_path: Path) -> None:
         rows.writerow(["item_id", "text", "keywords", "proposition_id"])
         for prompt in sorted(folder.iterdir(), reverse=True):
             rows.writerows([[prompt.stem, prompt.read_text(), "", question] for question in (1, 2)])
-    a, b = (Work.read("dpg", path).pictures for path in (folder, tmp_path / "dpg_bench.csv"))
+    a, b = (ExportPlan.read("dpg", path).image_files for path in (folder, tmp_path / "dpg_bench.csv"))
     assert a == b
 
 
 def test_mjhq(text_pipe: Pipeline, tmp_path: Path) -> None:
     prompts = write_prompts("mjhq", tmp_path)
-    export(text_pipe, Work.read("mjhq", prompts), tmp_path / "out", **SMALL)
+    export(text_pipe, ExportPlan.read("mjhq", prompts), tmp_path / "out", **SMALL)
     records = json.loads(prompts.read_text())
     root = tmp_path / "out" / "images"
     found = sorted(p for ending in ("png", "jpg", "webp", "npy") for p in root.glob(f"**/*.{ending}"))  # as clean-fid
@@ -172,7 +172,7 @@ def test_mjhq(text_pipe: Pipeline, tmp_path: Path) -> None:
 
 def test_imagereward(text_pipe: Pipeline, tmp_path: Path) -> None:
     prompts = write_prompts("imagereward", tmp_path)
-    done = export(text_pipe, Work.read("imagereward", prompts), tmp_path / "out", **SMALL)
+    done = export(text_pipe, ExportPlan.read("imagereward", prompts), tmp_path / "out", **SMALL)
     words = shlex.split(done.commands[0])
     option = {name: words[words.index(f"--{name}") + 1] for name in ("img_dir", "model", "prompts_path")}
     records = json.loads(Path(option["prompts_path"]).read_text())
@@ -187,7 +187,7 @@ def test_imagereward(text_pipe: Pipeline, tmp_path: Path) -> None:
 
 def test_hpsv2(text_pipe: Pipeline, tmp_path: Path) -> None:
     prompts = write_prompts("hpsv2", tmp_path)
-    done = export(text_pipe, Work.read("hpsv2", prompts), tmp_path / "out", **SMALL)
+    done = export(text_pipe, ExportPlan.read("hpsv2", prompts), tmp_path / "out", **SMALL)
     assert "hps_version='v2.1'" in shlex.split(done.commands[0])[2]
     root = tmp_path / "out" / "images"
     styles = sorted(p.name for p in root.iterdir())  # every name is taken for a style that has its list of prompts
@@ -203,8 +203,8 @@ def test_hpsv2(text_pipe: Pipeline, tmp_path: Path) -> None:
 
 
 def test_imagenet(label_pipe: Pipeline, tmp_path: Path) -> None:
-    work = Work.read("imagenet", write_prompts("imagenet", tmp_path), images=2)
-    done = export(label_pipe, work, tmp_path / "out")
+    plan = ExportPlan.read("imagenet", write_prompts("imagenet", tmp_path), images=2)
+    done = export(label_pipe, plan, tmp_path / "out")
     root = tmp_path / "out" / "images"
     files = sorted(root.glob("*.png"))
     packed = np.stack([np.asarray(Image.open(f)).astype(np.uint8) for f in files])
@@ -213,7 +213,7 @@ def test_imagenet(label_pipe: Pipeline, tmp_path: Path) -> None:
     values = {"guidance_scale": 1.5, "top_k": 900, "top_p": 0.96}  # what VAR's README says for this benchmark
     assert pixels(Image.open(root / "01003.png")) == pixels(drawn(label_pipe, 3, 1003, **values))
     assert done.commands[1].endswith(f"{root}.npz")
-    whole = Work.read("imagenet", None).pictures
+    whole = ExportPlan.read("imagenet", None).image_files
     assert len(whole) == 50_000 == len({p.path for p in whole}) == len({p.seeds for p in whole})
     assert Counter(p.prompt for p in whole) == dict.fromkeys(range(1000), 50)
 
@@ -247,7 +247,7 @@ WRONG = [
 def test_wrong_prompt_files(benchmark: str, content: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(content)
     with pytest.raises(NextscaleError) as error:
-        Work.read(benchmark, tmp_path / "file")
+        ExportPlan.read(benchmark, tmp_path / "file")
     assert words in str(error.value)
     assert EXPECTED[benchmark] in str(error.value)
 
@@ -259,34 +259,34 @@ def test_every_benchmark_says_what_it_expects(benchmark: str, tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
     for name in ("prompts.txt", "binary", "empty"):
         with pytest.raises(NextscaleError, match=re.escape(EXPECTED[benchmark])):
-            Work.read(benchmark, tmp_path / name)
+            ExportPlan.read(benchmark, tmp_path / name)
     with pytest.raises(NextscaleError, match="cannot be read: No such file"):
-        Work.read(benchmark, tmp_path / "nowhere")
+        ExportPlan.read(benchmark, tmp_path / "nowhere")
     if benchmark != "imagenet":
         with pytest.raises(NextscaleError, match="needs its prompts"):
-            Work.read(benchmark, None)
+            ExportPlan.read(benchmark, None)
 
 
 def test_wrong_prompt_folders(tmp_path: Path) -> None:
     styles = write_prompts("hpsv2", tmp_path)
-    assert len(Work.read("hpsv2", styles / "photo.json").pictures) == 2
+    assert len(ExportPlan.read("hpsv2", styles / "photo.json").image_files) == 2
     (styles / "photo.json").unlink()
     with pytest.raises(NextscaleError, match=r"lacks photo\.json"):
-        Work.read("hpsv2", styles)
+        ExportPlan.read("hpsv2", styles)
     (styles / "photo.json").write_text('["a fox", 3]')
     with pytest.raises(NextscaleError, match=r"photo\.json, entry 2 is not a prompt but 3"):
-        Work.read("hpsv2", styles)
+        ExportPlan.read("hpsv2", styles)
     folder = write_prompts("dpg", tmp_path)
     (folder / "all.txt").write_text("a fox\na tree\n")
     with pytest.raises(NextscaleError, match=r"all\.txt holds several lines"):
-        Work.read("dpg", folder)
+        ExportPlan.read("dpg", folder)
     (folder / "all.txt").rename(folder / "a.b.txt")
     (folder / "a.b.txt").write_text("a fox")
     with pytest.raises(NextscaleError, match="cannot name a picture"):
-        Work.read("dpg", folder)
+        ExportPlan.read("dpg", folder)
     (tmp_path / "x.csv").write_text("id,prompt\n1,a fox\n")
     with pytest.raises(NextscaleError, match="line 2 has no 'item_id'"):
-        Work.read("dpg", tmp_path / "x.csv")
+        ExportPlan.read("dpg", tmp_path / "x.csv")
 
 
 def test_numbers_that_a_scorer_does_not_take(tmp_path: Path) -> None:
@@ -294,24 +294,24 @@ def test_numbers_that_a_scorer_does_not_take(tmp_path: Path) -> None:
         folder = tmp_path / benchmark
         folder.mkdir()
         with pytest.raises(NextscaleError, match=f"pictures per prompt, not {images}"):
-            Work.read(benchmark, write_prompts(benchmark, folder), images=images)
+            ExportPlan.read(benchmark, write_prompts(benchmark, folder), images=images)
     with pytest.raises(NextscaleError, match="unknown benchmark 'coco'; allowed: geneval, dpg"):
-        Work.read("coco", tmp_path)
+        ExportPlan.read("coco", tmp_path)
 
 
 def test_models_that_do_not_fit(text_pipe: Pipeline, label_pipe: Pipeline, tmp_path: Path) -> None:
-    texts, labels = (Work.read(b, write_prompts(b, tmp_path)) for b in ("geneval", "imagenet"))
-    for pipe, work, words in (
+    texts, labels = (ExportPlan.read(b, write_prompts(b, tmp_path)) for b in ("geneval", "imagenet"))
+    for pipe, plan, words in (
         (label_pipe, texts, "are texts, but tiny-var takes class labels"),
         (text_pipe, labels, "are class labels, but tiny-infinity takes texts"),
         (
             label_pipe,
-            Work.read("imagenet", None),
+            ExportPlan.read("imagenet", None),
             "class 10: .* from 0 to 9, not 10 .989 more of 1000",
         ),
     ):
         with pytest.raises(NextscaleError, match=words):
-            export(pipe, work, tmp_path / "out")
+            export(pipe, plan, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -366,12 +366,12 @@ def test_bad_prompts_are_named_before_the_first_picture(
 ) -> None:
     path, places = write_bad(benchmark, tmp_path)
     with pytest.raises(NextscaleError, match=f"^{places[1]}: the prompt is empty; --skip-bad leaves such prompts out$"):
-        Work.read(benchmark, path)
+        ExportPlan.read(benchmark, path)
     path.write_text(path.read_text().replace('" "', '"a hen"'))
-    work = Work.read(benchmark, path)
+    plan = ExportPlan.read(benchmark, path)
     monkeypatch.setattr(Pipeline, "__call__", lambda *args, **options: pytest.fail("a picture was made"))
     with pytest.raises(NextscaleError) as caught:
-        export(picky, work, tmp_path / "out", **SMALL)
+        export(picky, plan, tmp_path / "out", **SMALL)
     assert str(caught.value).startswith(f"{places[0]}: cannot draw 'a cat' (2 more of 5 prompts")
     assert not (tmp_path / "out").exists()
 
@@ -380,11 +380,11 @@ def test_bad_prompts_are_named_before_the_first_picture(
 def test_bad_prompts_are_skipped_and_listed(benchmark: str, picky: Pipeline, tmp_path: Path) -> None:
     path, places = write_bad(benchmark, tmp_path)
     images = None if benchmark in ("mjhq", "hpsv2") else 1
-    done = export(picky, Work.read(benchmark, path, images, skip_bad=True), tmp_path / "out", **SMALL)
+    done = export(picky, ExportPlan.read(benchmark, path, images, skip_bad=True), tmp_path / "out", **SMALL)
     assert (done.made, done.skipped, done.missing) == (2, 3, 0)
-    told = json.loads(done.manifest.read_text())["skipped"]
-    assert told["count"] == 3
-    assert {(e["where"], e["prompt"], e["reason"]) for e in told["prompts"]} == {
+    output = json.loads(done.manifest.read_text())["skipped"]
+    assert output["count"] == 3
+    assert {(e["where"], e["prompt"], e["reason"]) for e in output["prompts"]} == {
         (places[0], "a cat", "cannot draw 'a cat'"),
         (places[1], " ", "the prompt is empty"),
         (places[2], "a dog", "cannot draw 'a dog'"),
@@ -393,16 +393,16 @@ def test_bad_prompts_are_skipped_and_listed(benchmark: str, picky: Pipeline, tmp
     made = sorted(str(p.relative_to(tmp_path / "out" / "images")) for p in (tmp_path / "out").rglob("*.??g"))
     text = path.read_text()
     path.write_text(text.replace("a cat", "a fox").replace('" "', '"a fox"').replace("a dog", "a fox"))
-    export(picky, Work.read(benchmark, path, images), tmp_path / "whole", **SMALL)
+    export(picky, ExportPlan.read(benchmark, path, images), tmp_path / "whole", **SMALL)
     for name in made:
         assert (tmp_path / "out" / "images" / name).read_bytes() == (tmp_path / "whole" / "images" / name).read_bytes()
 
 
 def test_no_prompt_is_left(picky: Pipeline, tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text('[{"id": "1", "prompt": "a cat"}, {"id": "2", "prompt": ""}]')
-    work = Work.read("imagereward", tmp_path / "p.json", skip_bad=True)
+    plan = ExportPlan.read("imagereward", tmp_path / "p.json", skip_bad=True)
     with pytest.raises(NextscaleError, match=r"p\.json, entry 1: cannot draw 'a cat'; no prompt is left"):
-        export(picky, work, tmp_path / "out", **SMALL)
+        export(picky, plan, tmp_path / "out", **SMALL)
 
 
 def test_class_numbers_are_named_with_their_line(label_pipe: Pipeline, tmp_path: Path) -> None:
@@ -416,11 +416,13 @@ def test_class_numbers_are_named_with_their_line(label_pipe: Pipeline, tmp_path:
     }.items():
         path.write_text(text)
         with pytest.raises(NextscaleError, match=words):
-            Work.read("imagenet", path)
+            ExportPlan.read("imagenet", path)
     path.write_text("3\n1 12 2\nfox\n")
     with pytest.raises(NextscaleError, match=r"labels\.txt, line 2: a class label .* from 0 to 9, not 12; --skip"):
-        export(label_pipe, replace(Work.read("imagenet", path, 1, skip_bad=True), skip_bad=False), tmp_path / "out")
-    done = export(label_pipe, Work.read("imagenet", path, 1, skip_bad=True), tmp_path / "out")
+        export(
+            label_pipe, replace(ExportPlan.read("imagenet", path, 1, skip_bad=True), skip_bad=False), tmp_path / "out"
+        )
+    done = export(label_pipe, ExportPlan.read("imagenet", path, 1, skip_bad=True), tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out" / "images").iterdir()) == ["00001.png", "00002.png", "00003.png"]
     assert [e["prompt"] for e in json.loads(done.manifest.read_text())["skipped"]["prompts"]] == ["fox", "12"]
 
@@ -439,15 +441,15 @@ def test_one_id_with_two_texts(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(NextscaleError, match=words):
-            Work.read(benchmark, tmp_path / name)
+            ExportPlan.read(benchmark, tmp_path / name)
 
 
 def test_the_manifest_names_the_text_encoder(text_pipe: Pipeline, tmp_path: Path) -> None:
-    work = Work.read("mjhq", write_prompts("mjhq", tmp_path))
-    done = export(text_pipe, work, tmp_path / "out", **SMALL)
+    plan = ExportPlan.read("mjhq", write_prompts("mjhq", tmp_path))
+    done = export(text_pipe, plan, tmp_path / "out", **SMALL)
     assert json.loads(done.manifest.read_text())["settings"]["text_encoder"] == "made up"
     other = tiny_infinity()
     other.text_encoder = Picky()
     other.text_encoder.source = "another"
     with pytest.raises(NextscaleError, match='text_encoder is "made up" there and "another" now'):
-        export(other, replace(work, skip_bad=True), tmp_path / "out", resume=True, **SMALL)
+        export(other, replace(plan, skip_bad=True), tmp_path / "out", resume=True, **SMALL)

@@ -160,13 +160,13 @@ def test_kernel_distance_is_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernel_distance_is_unbiased_for_few_pictures() -> None:
     generator = torch.Generator().manual_seed(0)
-    draws = [torch.randn(2, 6, 4, generator=generator, dtype=torch.float64) for _ in range(4000)]
-    same = torch.tensor([kernel_distance(a, b) for a, b in draws])
+    noise = [torch.randn(2, 6, 4, generator=generator, dtype=torch.float64) for _ in range(4000)]
+    same = torch.tensor([kernel_distance(a, b) for a, b in noise])
     assert abs(float(same.mean())) < 4 * float(same.std()) / 4000**0.5
     assert float(same.min()) < 0  # an estimate that is never negative could not be unbiased
     # Shifted by s in every direction: E k(x, y) = E (z + 1)³ with known moments of z = x·y / D.
     shift = 0.7
-    far = torch.tensor([kernel_distance(a, b + shift) for a, b in draws])
+    far = torch.tensor([kernel_distance(a, b + shift) for a, b in noise])
     assert abs(float(far.mean()) - shifted(4, shift)) < 4 * float(far.std()) / 4000**0.5
 
 

@@ -57,9 +57,9 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     with pytest.raises(SystemExit) as stopped:
         command(monkeypatch, *args)
     assert stopped.value.code == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    return told
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    return output
 
 
 def pixels(path: Path) -> np.ndarray:
@@ -74,13 +74,13 @@ def test_psnr_and_ssim(folders, tmp_path: Path, monkeypatch, capsys) -> None:
         command(monkeypatch, fast, *asked)
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("psnr", "ssim", "95 %", "higher", "wrote"))
-    told = json.loads(out.read_text())["metrics"]["psnr"]
+    output = json.loads(out.read_text())["metrics"]["psnr"]
     expected = [10 * np.log10(255**2 / np.square(pixels(fast / n) - pixels(plain / n)).mean()) for n in NAMES]
-    assert list(told["values"]) == list(NAMES)  # 2 before 10
-    assert list(told["values"].values()) == pytest.approx(expected, rel=1e-6)
-    assert told["value"] == pytest.approx(np.mean(expected))
-    assert min(expected) <= told["interval_95"][0] <= told["value"] <= told["interval_95"][1] <= max(expected)
-    assert (told["pictures"], told["references"], told["higher_is_better"]) == (3, 3, True)
+    assert list(output["values"]) == list(NAMES)  # 2 before 10
+    assert list(output["values"].values()) == pytest.approx(expected, rel=1e-6)
+    assert output["value"] == pytest.approx(np.mean(expected))
+    assert min(expected) <= output["interval_95"][0] <= output["value"] <= output["interval_95"][1] <= max(expected)
+    assert (output["pictures"], output["references"], output["higher_is_better"]) == (3, 3, True)
 
 
 def test_psnr_and_ssim_are_those_of_torchmetrics() -> None:
@@ -100,10 +100,10 @@ def test_equal_pictures_have_one_psnr_everywhere(folders, tmp_path: Path, monkey
     out = tmp_path / "scores.json"
     with pytest.raises(SystemExit, match="0"):
         command(monkeypatch, fast, "--metrics", "psnr", "--reference", fast, "--out", out, "--device", "cpu")
-    told = json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(name))["metrics"]["psnr"]
-    assert told["value"] == EQUAL
-    assert told["interval_95"] == [EQUAL, EQUAL]
-    assert set(told["values"].values()) == {EQUAL}
+    output = json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(name))["metrics"]["psnr"]
+    assert output["value"] == EQUAL
+    assert output["interval_95"] == [EQUAL, EQUAL]
+    assert set(output["values"].values()) == {EQUAL}
     assert re.search(rf"psnr +{EQUAL:g} ", capsys.readouterr().out)
     a = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     near = a.clone()
@@ -169,7 +169,7 @@ def test_sets_are_described_once_and_need_no_pairs(folders) -> None:
     ]
     f, k = module.score(fast, asked, plain)
     assert len(calls) == 1
-    assert (f.pictures, f.references, f.interval, f.values) == (3, 4, None, {})
+    assert (f.images, f.references, f.interval, f.values) == (3, 4, None, {})
     means = [[pixels(p).mean((0, 1)) for p in sorted(d.rglob("*.??g"))] for d in (fast, plain)]
     a, b = (torch.tensor(np.stack(m)) for m in means)
     assert f.value == pytest.approx(frechet_distance(a, b), rel=1e-4)
@@ -189,10 +189,10 @@ def test_metrics_on_efficientnet(folders) -> None:
 
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     generator = torch.Generator().manual_seed(0)
-    draws = torch.randn(100, 60, generator=generator, dtype=torch.float64)
-    covered = sum(low <= 0 <= high for low, high in map(interval, draws))
+    noise = torch.randn(100, 60, generator=generator, dtype=torch.float64)
+    covered = sum(low <= 0 <= high for low, high in map(interval, noise))
     assert 88 <= covered <= 99
-    assert interval(draws[0]) == interval(draws[0])
+    assert interval(noise[0]) == interval(noise[0])
     assert interval(torch.tensor([2.0])) == (2, 2)
 
 
@@ -282,9 +282,9 @@ def test_weights_that_cannot_be_downloaded(error: Exception) -> None:
     def fail(device: torch.device) -> scorers.Pairs:
         raise error
 
-    with pytest.raises(NextscaleError, match=r"the weights of x could not be loaded.*<urlopen") as told:
+    with pytest.raises(NextscaleError, match=r"the weights of x could not be loaded.*<urlopen") as output:
         load(Metric("x", "", "pairs", False, fail), CPU)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(output.value)
 
 
 # The networks of other packages, with small or random weights in the format of the real ones.

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nextscale import Pipeline
-from nextscale.models.infinity import TextCondition
+from nextscale.models.text_conditioning import TextCondition
 from nextscale.research.evaluate.recognizer import Detection, load_recognizer
-from nextscale.research.evaluate.scenes import TASKS, Ask, read_asks
+from nextscale.research.evaluate.scenes import TASKS, ScenePrompt, read_scene_prompts
 from nextscale.testing import randomize
 from nextscale.text.words import Lexicon, WordEncoder
 
@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # `training` is not part of the package
 
 from training import common, grader, scenes  # noqa: E402
-from training.asks import PER_TASK, Asks, captions  # noqa: E402
 from training.painter import Painter, stand_ins  # noqa: E402
 from training.prompts import FIXED  # noqa: E402
+from training.scene_prompts import PER_TASK, ScenePromptSampler, captions  # noqa: E402
 from training.train_transformer import Trainer  # noqa: E402
 
 
@@ -118,7 +118,7 @@ def test_training_computes_what_the_package_computes(vocabulary: dict) -> None:
     with torch.no_grad():
         ours = trainer.logits(made.inputs, scenes.batch_of(drawn, vocabulary, trainer.lexicon), schedule)
         texts = WordEncoder(trainer.lexicon, trainer.text).encode([s.caption for s in drawn])
-        state = trainer.backbone.begin(TextCondition(texts), schedule, guided=False)
+        state = trainer.backbone.conditioning(TextCondition(texts), schedule, guided=False)
         theirs = trainer.backbone.teacher_forced(state, made.inputs, schedule)
     assert torch.allclose(ours, theirs, atol=1e-5)
 
@@ -171,17 +171,21 @@ def test_every_stage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_frozen_questions_are_these(vocabulary: dict) -> None:
-    asks = Asks(vocabulary)
-    assert [a for task in TASKS for a in asks.make(task, PER_TASK)] == read_asks()
+    scene_prompts = ScenePromptSampler(vocabulary)
+    assert [a for task in TASKS for a in scene_prompts.make(task, PER_TASK)] == read_scene_prompts()
     assert captions(vocabulary) == (ROOT / "benchmarks" / "prompts.txt").read_text().splitlines()
 
 
 def test_near_misses_are_wrong(vocabulary: dict) -> None:
     """A perfect look at the spoilt scene fails the question, and one at the right scene passes."""
-    asks, rng, drawer = Asks(vocabulary, seed=1), np.random.default_rng(0), scenes.Scenes(vocabulary)
+    scene_prompts, rng, drawer = (
+        ScenePromptSampler(vocabulary, seed=1),
+        np.random.default_rng(0),
+        scenes.Scenes(vocabulary),
+    )
 
-    def look(ask: Ask) -> list[Detection]:
-        scene = grader.scene_of(ask, drawer, rng)
+    def look(scene_prompt: ScenePrompt) -> list[Detection]:
+        scene = grader.scene_of(scene_prompt, drawer, rng)
         shapes = vocabulary["shapes"]
         return [
             Detection(vocabulary["objects"][item.index]["name"], "red", x, y, 1.0, 1.0)
@@ -191,9 +195,9 @@ def test_near_misses_are_wrong(vocabulary: dict) -> None:
         ]
 
     for task in TASKS:
-        for ask in asks.make(task, 30):
-            assert ask.passes(look(ask)), ask
-            assert not ask.passes(look(grader.spoilt(ask, asks, rng))), ask
+        for scene_prompt in scene_prompts.make(task, 30):
+            assert scene_prompt.passes(look(scene_prompt)), scene_prompt
+            assert not scene_prompt.passes(look(grader.spoilt(scene_prompt, scene_prompts, rng))), scene_prompt
 
 
 def test_the_grading_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

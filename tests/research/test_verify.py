@@ -187,7 +187,7 @@ def test_what_the_cases_do_not_reach() -> None:
     shape = {"vocabulary": 16, "code_dim": 8, "channels": 32, "multipliers": (1, 1), "phis": 1}
     book = VQTokenizer(VQConfig(**shape, phi_ratio=0.25))
     h = codes.transpose(1, 2).unflatten(2, (2, 2))
-    assert torch.allclose(book.increment(codes, scale, schedule), 0.75 * h + 0.25 * book.phi[0](h), atol=1e-6)
+    assert torch.allclose(book.upsample_codes(codes, scale, schedule), 0.75 * h + 0.25 * book.phi[0](h), atol=1e-6)
 
     attn = SelfAttention(8, 1, cosine=True)
     with torch.no_grad():

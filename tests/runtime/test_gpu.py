@@ -17,14 +17,15 @@ from support import behaviors
 from support.emulated_graphs import EmulatedGraphs
 from support.methods import CAPTURED, METHODS, SHAPES
 from support.pipelines import BUNDLED, ask, same_tokens
-from test_loop import test_ragged_selections_in_a_batch_equal_single_runs as check_ragged
+from support.rules import ragged_batches_equal_single_runs
 
 from nextscale import NOVA, DropGuidance, Pipeline, Truncate
 from nextscale.errors import NextscaleError
 from nextscale.methods.nova.policy import NOVAPolicy
 from nextscale.research.verify import verify
-from nextscale.runtime import make_executor
-from nextscale.runtime.cudagraph.executor import Graphs
+from nextscale.runtime.cudagraph.capture import StaticScale
+from nextscale.runtime.cudagraph.executor import CUDAGraphExecutor
+from nextscale.runtime.registry import make_executor
 from nextscale.testing import tiny_hart, tiny_infinity, tiny_var
 
 # In float32, torch lets convolutions round to TF32 unless told otherwise.
@@ -58,7 +59,7 @@ def on(device: str, name: str) -> Pipeline:
 @functools.cache
 def in_half(name: str) -> Pipeline:
     pipe = HALF[name]().to(DEVICE, dtype="bfloat16")
-    pipe.executor.text_slots = Graphs.text_slots  # longer texts are added up in another order
+    pipe.executor.text_buckets = CUDAGraphExecutor.text_buckets  # longer texts are added up in another order
     return pipe
 
 
@@ -74,8 +75,8 @@ def both(name: str, half: bool = False) -> tuple[Pipeline, Pipeline]:
     return on(DEVICE, name), captured(MAKERS[name]().to(DEVICE))
 
 
-def with_the_callers_numbers(pipe: Pipeline, images: int, **options):
-    """Drawn on the CPU: a GPU's own generator draws others from the same seed."""
+def with_the_callers_generator(pipe: Pipeline, images: int, **options):
+    """Random numbers of a CPU: a GPU's own generator draws others from the same seed."""
     return ask(pipe, images, generator=torch.Generator().manual_seed(1), seed=None, output_type="latent", **options)
 
 
@@ -101,7 +102,7 @@ def test_logits_of_cpu_and_gpu(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_plan_per_image(name: str) -> None:
-    check_ragged(on(DEVICE, name))
+    ragged_batches_equal_single_runs(on(DEVICE, name))
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -119,7 +120,7 @@ def test_methods(name: str, method: str) -> None:
     assert all(torch.equal(b[1:], s) for b, s in zip(batch.tokens, single.tokens, strict=True))
     assert behaviors.counts(batch)[1] == behaviors.counts(single)[0]
 
-    here, there = (with_the_callers_numbers(p, 2, method=m) for p in (on("cpu", name), pipe))
+    here, there = (with_the_callers_generator(p, 2, method=m) for p in (on("cpu", name), pipe))
     flipped = sum(int((a != b.cpu()).sum()) for a, b in zip(here.tokens, there.tokens, strict=True))
     expected, found = behaviors.counts(here), behaviors.counts(there)
     assert [[rows for rows, _ in image] for image in expected] == [[rows for rows, _ in image] for image in found]
@@ -138,7 +139,7 @@ def test_seeds_on_the_gpu(name: str) -> None:
     assert same_tokens(batch, ask(pipe, 3))
     single = ask(pipe, 1, first=2)
     assert all(torch.equal(b[2:], s) for b, s in zip(batch.tokens, single.tokens, strict=True))
-    here, there = (with_the_callers_numbers(p, 3) for p in (on("cpu", name), pipe))
+    here, there = (with_the_callers_generator(p, 3) for p in (on("cpu", name), pipe))
     assert all(torch.equal(a, b.cpu()) for a, b in zip(here.tokens, there.tokens, strict=True))
 
 
@@ -161,17 +162,17 @@ def test_settings_are_those_of_the_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_numbers_are_told(name: str) -> None:
-    behaviors.numbers_are_told(*both(name))
+def test_numbers_are_uploaded(name: str) -> None:
+    behaviors.numbers_are_uploaded(*both(name))
 
 
 def test_prompts_of_any_length() -> None:
     pipe, other = (tiny_infinity(text_length=128).to(DEVICE) for _ in range(2))
-    captured(other).executor.text_slots = Graphs.text_slots
+    captured(other).executor.text_buckets = CUDAGraphExecutor.text_buckets
     behaviors.prompts_of_any_length(pipe, other)
 
 
-def test_ratios_are_told() -> None:
+def test_ratios_are_uploaded() -> None:
     pipe, other = both("infinity", half=True)
     before = []
     for tau in (0.8, 0.8, 0.8, 0.7, 0.8):
@@ -212,8 +213,8 @@ def test_images_that_leave(name: str, how: str, like) -> None:
 
 @pytest.mark.parametrize("name", ["var", "infinity", "hart"])
 @pytest.mark.parametrize("method", [None, *CAPTURED])
-def test_batches_are_filled_up(name: str, method) -> None:
-    behaviors.batches_are_filled_up(*both(name, half=True), method and CAPTURED[method])
+def test_batches_are_padded(name: str, method) -> None:
+    behaviors.batches_are_padded(*both(name, half=True), method and CAPTURED[method])
 
 
 def test_skipvar_and_nova_decide_for_each_image(tmp_path) -> None:
@@ -223,11 +224,11 @@ def test_skipvar_and_nova_decide_for_each_image(tmp_path) -> None:
 @pytest.mark.parametrize("patchify", [False, True], ids=["cells", "patches"])
 @pytest.mark.parametrize("name", ["nova", "nova, zero", "nova, early"])
 def test_kernels_keep_what_the_cpu_keeps(name: str, patchify: bool) -> None:
-    """Wide enough for the lens to have a kernel; with the caller's numbers, because a GPU draws others."""
+    """Wide enough for the lens to have a kernel; with the caller's generator, because a GPU draws other numbers."""
     on_cpu, pipe = (tiny_infinity(patchify=patchify, width=64).to(device) for device in ("cpu", DEVICE))
     method = CAPTURED[name]
 
-    pairs = [tuple(with_the_callers_numbers(p, 2, method=method) for p in (on_cpu, pipe))]
+    pairs = [tuple(with_the_callers_generator(p, 2, method=method) for p in (on_cpu, pipe))]
     expected = ask(pipe, 2, method=method)
     captured(pipe)
     pairs += [(expected, ask(pipe, 2, method=method)) for _ in range(2)]
@@ -256,24 +257,21 @@ def test_methods_in_graphs(name: str, method: str, monkeypatch) -> None:
     """Nothing between two scales' decisions waits for the GPU, and what is kept is what eager mode keeps."""
     pipe, other = both(name, half=True)
     graphs = other.executor
-    record = graphs.record
+    run = StaticScale.__call__
 
-    def without_waiting(run, program):
-        def checked(*pieces):
-            torch.cuda.set_sync_debug_mode("error" if program.graphs else "default")  # compiling waits
-            try:
-                return run(*pieces)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return record(checked, program)
+    def without_waiting(scale, *segments):
+        torch.cuda.set_sync_debug_mode("error" if graphs.current.scales else "default")  # compiling waits
+        try:
+            return run(scale, *segments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
     if DEVICE == "cuda":
-        monkeypatch.setattr(graphs, "record", without_waiting)
+        monkeypatch.setattr(StaticScale, "__call__", without_waiting)
     for first in (0, 2, 0):
         expected, found = (ask(p, 2, first=first, method=CAPTURED[method], output_type="latent") for p in (pipe, other))
         if "in between" in method and DEVICE == "cuda":
-            # Complete scales behind reduced ones: by what rows could have at most, more programs share the keys.
+            # Complete scales behind reduced ones: by what rows could have at most, more Triton programs share the keys.
             assert behaviors.counts(expected) == behaviors.counts(found)
         else:
             assert behaviors.same(expected, found)
@@ -281,7 +279,7 @@ def test_methods_in_graphs(name: str, method: str, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_graphs_of_several_shapes_live_side_by_side(name: str) -> None:
+def test_graphs_of_several_call_shapes_coexist(name: str) -> None:
     pipe, other = both(name)
     for first in (0, 2, 0):
         if first:
@@ -335,12 +333,12 @@ def test_the_decoder_of_graphs(name: str) -> None:
     assert (a - b).abs().max() < 1e-3
 
 
-def test_pictures_are_encoded_after_graphs_ran() -> None:
-    """They put the encoder aside."""
+def test_images_are_encoded_after_graphs_ran() -> None:
+    """Which offload the encoder."""
     pipe, other = both("infinity")
-    picture = ask(other, 1, output_type="pt").images
+    image = ask(other, 1, output_type="pt").images
     assert other.tokenizer.encoder.conv_in.weight.device.type == "cpu"
-    expected, found = (p.encode(picture * 2 - 1) for p in (pipe, other))
+    expected, found = (p.encode(image * 2 - 1) for p in (pipe, other))
     assert all(map(torch.equal, expected, found))
     assert ask(other, 1, output_type="pt").images.device.type == DEVICE
 
@@ -354,33 +352,35 @@ def test_graphs_notice_weights_that_are_not_finite() -> None:
         ask(pipe, 1)
 
 
-class WaitingPolicy(NOVAPolicy):
+class SynchronizingPolicy(NOVAPolicy):
     def select(self, layer, group, x, ctx):
         float(x.mean())  # the host waits for it
         return super().select(layer, group, x, ctx)
 
 
-class OfSomebody(NOVA):
+class Synchronizing(NOVA):
+    """Somebody's own, which waits for the device."""
+
     def start(self, context):
-        return WaitingPolicy(context, self)
+        return SynchronizingPolicy(context, self)
 
 
-class Patient(NOVA):
+class NeverWaiting(NOVA):
     """Somebody's own, which waits for nothing."""
 
     def start(self, context):
-        return type("PatientPolicy", (NOVAPolicy,), {"__module__": __name__})(context, self)
+        return type("NeverWaitingPolicy", (NOVAPolicy,), {"__module__": __name__})(context, self)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU is waited for")
-def test_a_method_that_waits_is_named_once(caplog) -> None:
+def test_a_method_that_synchronizes_is_named_once(caplog) -> None:
     pipe, other = both("infinity", half=True)
-    for kind in (OfSomebody, Patient):
+    for kind in (Synchronizing, NeverWaiting):
         method = kind(t_est=2, alpha=10)
         for first in (0, 2):
             expected, found = (ask(p, 1, first=first, method=method, output_type="latent") for p in (pipe, other))
             assert behaviors.same(expected, found)
-        assert bool(other.executor.reason) == (kind is OfSomebody)
+        assert bool(other.executor.reason) == (kind is Synchronizing)
     said = [r.message for r in caplog.records if "waits for the device" in r.message]
     assert len(said) == 1
     assert said[0].startswith("nova waits for the device inside a scale (test_gpu.py, line ")

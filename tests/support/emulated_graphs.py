@@ -2,54 +2,64 @@
 
 from __future__ import annotations
 
-from nextscale.runtime.cudagraph.executor import Graphs
+import copy
+
+from nextscale.runtime.cudagraph.executor import CUDAGraphExecutor
+from nextscale.runtime.cudagraph.graph_cache import CapturedScale
+from nextscale.runtime.cudagraph.recorder import CUDARecorder
 
 
 class EmulatedGraph:
-    """What a CUDA graph does, on any device: the same operations on the same places, results where they were."""
+    """Runs a scale again where it ran before, and leaves the results there."""
 
-    def __init__(self, run, program) -> None:
-        self.run, self.program, self.made = run, program, run()
-        self.policy = run.__closure__[[*run.__code__.co_freevars].index("call")].cell_contents.policy
-        program.go_back()  # capturing computes nothing
+    def __init__(self, run) -> None:
+        self.run, self.outputs = run, run()
+        run.buffers.rollback()  # capturing computes nothing
 
     def replay(self) -> None:
-        # The call that recorded has let go of its memory; a real graph still knows the places.
-        self.policy.memory, self.policy.uploads = self.program.memory, self.program.uploads
-        old, new = self.made, self.run()
+        # The call that was captured has let go of its memory; a real graph still knows the addresses.
+        policy, buffers = self.run.call.policy, self.run.buffers
+        policy.memory, policy.uploads = buffers.memory, buffers.uploads
+        old, new = self.outputs, self.run()
         for name in ("logits", "raw", "hidden"):
             getattr(old.output, name).copy_(getattr(new.output, name))
-        if new.chosen.masks is not None:
-            old.chosen.masks.copy_(new.chosen.masks)
-        self.program.features.copy_(new.output.features)
+        if new.selections.masks is not None:
+            old.selections.masks.copy_(new.selections.masks)
+        buffers.features.copy_(new.output.features)
 
     def wait(self) -> None:
         pass
 
 
-class EmulatedGraphs(Graphs):
-    """Graphs without a GPU, so that the fixed places can be tested anywhere."""
+class EmulatedConditioning:
+    def __init__(self, run) -> None:
+        self.run, self.cond = run, run()
 
-    text_slots = (8,)  # the tests' prompts are short
+    def replay(self) -> None:
+        for old, new in zip(self.cond.tensors(), self.run().tensors(), strict=True):
+            old.copy_(new)
+
+
+class EmulatedRecorder(CUDARecorder):
+    def capture_conditioning(self, call, buffers):
+        graph = EmulatedConditioning(lambda: call.backbone.prepare(buffers.inputs, call.schedule))
+        return graph, graph.cond
+
+    def capture_scale(self, run):
+        graph = EmulatedGraph(run)
+        return CapturedScale(graph, graph.outputs)
+
+
+class EmulatedGraphs(CUDAGraphExecutor):
+    text_buckets = (8,)  # the tests' prompts are short
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorded = 0
+        self.recorder = EmulatedRecorder()
 
-    def record_state(self, call, program):
-        def run():
-            return call.backbone.prepare(program.inputs, call.schedule)
 
-        state = run()
-
-        class Begin:
-            def replay(self) -> None:
-                for place, new in zip(state.tensors(), run().tensors(), strict=True):
-                    place.copy_(new)
-
-        return Begin(), state
-
-    def record(self, run, program):
-        self.recorded += 1
-        again = EmulatedGraph(run, program)
-        return again, again.made
+def emulated(pipe):
+    """The same model with emulated graphs."""
+    other = copy.copy(pipe)
+    other.executor = EmulatedGraphs()
+    return other

@@ -11,7 +11,8 @@ import pytest
 from support.oracles.maths import Recording, Scale
 from support.pipelines import ask
 
-from nextscale.methods.base import Method, Policy, PolicyContext
+from nextscale.methods.base import Method
+from nextscale.methods.policy import Policy, PolicyContext
 from nextscale.models.layers import SelfAttention
 
 

@@ -1,264 +1,264 @@
-"""What the queries of a self-attention layer can see: a growing cache, or a whole block-causal sequence."""
+"""What self-attention attends to: a growing cache, or a whole block-causal sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nextscale.engine.entropy import attention_entropy
 from nextscale.engine.schedule import Schedule
-from nextscale.kernels.attention import attend, runs_on
-from nextscale.kernels.fp8 import reads
-from nextscale.kernels.kv_store import split_and_store, stores
-from nextscale.kernels.sdpa import attention, blank
+from nextscale.kernels import flash_attention, kv_store
+from nextscale.kernels.fp8 import input_format
+from nextscale.kernels.kv_store import split_and_store
+from nextscale.kernels.sdpa import attention_entropy, scaled_dot_product_attention, zero_masked
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed, Selection
     from nextscale.models.layers import SelfAttention
 
 
-FEW = 512  # queries up to which our kernel is faster than torch's choice on an H200, inside a CUDA graph
+MAX_KERNEL_QUERIES = 512  # up to which our kernel is faster than torch's choice on an H200, inside a CUDA graph
 
 
-class Memory(Protocol):
-    def see(
-        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
-    ) -> Tensor:
-        """Attention of new tokens [R, K, 3, H, D] over all that is visible: [R, H, K, D], perhaps as the layer
-        behind reads it. They are the `chosen` ones of all tokens, which `positions` [1 or R, N, ...] belong to."""
-        ...
-
-
-def taken(positions: Tensor | None, chosen: Selection | None) -> Tensor | None:
+def select_positions(positions: Tensor | None, chosen: Selection | None) -> Tensor | None:
     return positions if positions is None or chosen is None else chosen.of(positions)
 
 
-class LayerCache:
+class KVCache:
     """Keys and values of one layer, [R, H, capacity, D]; every row has its own length.
 
     Rows hold what their image kept, in the order it was computed. Positions are applied before caching,
-    so an entry needs no bookkeeping. Slots behind a row's end are masked and overwritten by its next tokens.
+    so an entry needs no bookkeeping. What lies behind a row's end is masked and overwritten by its next tokens.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, length: Tensor | None = None) -> None:
-        """Empty, in these places; `length` is [R]."""
+    def __init__(self, k: Tensor, v: Tensor, static_lengths: Tensor | None = None) -> None:
+        """An empty cache in these tensors. `static_lengths` [R] is where lengths have to be: there they are counted
+        as long as rows are equal, too."""
         self.k, self.v = k, v
-        self.used = 0  # slots that any row may occupy
-        self.length: Tensor | None = None  # entries of each row, once rows differ: then attention needs a mask
-        self.more: Tensor | None = None  # [R] of them that are not yet counted in it,
-        self.starts: Tensor | None = None  # or where those of a row begin, if they lie packed
-        self.static_length = length  # where it has to be; there, lengths are counted as long as rows are equal, too
-        self.ahead = 0  # entries of all rows that are not yet counted there
-        self.active: Tensor | None = None  # the rows at work in this scale; None = all
-        # Where keys and values of this scale go instead: all layers may share it if no later scale will read them.
-        self.tail: tuple[Tensor, Tensor] | None = None
+        self.max_length = 0  # entries that any row may have
+        self.row_lengths: Tensor | None = None  # [R], once rows have diverged: then attention needs a mask
+        self.static_lengths = static_lengths
+        # Entries that are not yet counted: [R] of each row, where those of a row begin if they are packed, or of every
+        # row in `static_lengths`.
+        self.pending_per_row: Tensor | None = None
+        self.pending_starts: Tensor | None = None
+        self.pending = 0
+        self.active_rows: Tensor | None = None  # in this scale; None = all
+        # Where keys and values of the last scale go instead: layers share it, for no later scale reads them.
+        self.last_scale_kv: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def without_room(cls, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """It grows."""
+    def empty(cls, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+        """A cache without capacity."""
         return cls(*(torch.zeros(rows, heads, 0, head_dim, dtype=dtype, device=device) for _ in "kv"))
 
     @property
     def lengths(self) -> Tensor:
         """Entries of each row, [R]."""
-        count_lengths([self])
-        return torch.full((len(self.k),), self.used, device=self.k.device) if self.length is None else self.length
+        commit_lengths([self])
+        if self.row_lengths is None:
+            return torch.full((len(self.k),), self.max_length, device=self.k.device)
+        return self.row_lengths
 
     @property
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
-    def reserve(self, tokens: int) -> None:
-        """Room for `tokens` more per row. Called between scales, so that shapes are fixed inside one."""
-        missing = self.used + tokens - self.k.shape[2]
+    def allocate(self, tokens: int) -> None:
+        """Grow the capacity to `tokens` more per row. Called between scales, so that shapes are fixed inside one."""
+        missing = self.max_length + tokens - self.k.shape[2]
         if missing > 0:
             self.k, self.v = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (self.k, self.v))
 
     def keep_rows(self, rows: Tensor | slice) -> None:
         """Forget all other rows for good: their image has stopped, or is no longer guided."""
         self.k, self.v = self.k[rows], self.v[rows]
-        self.length = None if self.length is None else self.length[rows]
-        self.static_length = None if self.static_length is None else self.static_length[rows]
+        self.row_lengths = None if self.row_lengths is None else self.row_lengths[rows]
+        self.static_lengths = None if self.static_lengths is None else self.static_lengths[rows]
 
     def append(self, k: Tensor, v: Tensor, count: Tensor | None = None) -> None:
-        """Write behind each row's own end."""
+        """Write behind each row's own end; the first `count` [R] of the tokens stay."""
         new = k.shape[2]
-        self.reserve(new)
-        # A CPU may look at the counts for nothing: rows without padding stay equally long, and need no mask.
-        fixed = self.static_length is not None
-        if count is not None and not fixed and count.device.type == "cpu" and bool((count == new).all()):
+        self.allocate(new)
+        # On a CPU counts cost nothing to read: rows without padding stay equally long, and need no mask.
+        static = self.static_lengths is not None
+        if count is not None and not static and count.device.type == "cpu" and bool((count == new).all()):
             count = None
-        self._tell_rows_apart(count is not None)
-        if self.length is None:
-            self.k[:, :, self.used : self.used + new] = k
-            self.v[:, :, self.used : self.used + new] = v
-            self.ahead = new
+        self._diverge(count is not None)
+        if self.row_lengths is None:
+            self.k[:, :, self.max_length : self.max_length + new] = k
+            self.v[:, :, self.max_length : self.max_length + new] = v
+            self.pending = new
         else:
-            rows = torch.arange(len(self.length), device=k.device) if self.active is None else self.active
-            slots = self.length[rows, None] + torch.arange(new, device=k.device)  # [R, K]
-            self.k[rows[:, None], :, slots] = k.transpose(1, 2)
-            self.v[rows[:, None], :, slots] = v.transpose(1, 2)
-            self.length[rows] += new if count is None else count
-        self.used += new
+            every_row = torch.arange(len(self.row_lengths), device=k.device)
+            rows = every_row if self.active_rows is None else self.active_rows
+            entries = self.row_lengths[rows, None] + torch.arange(new, device=k.device)  # [R, K]
+            self.k[rows[:, None], :, entries] = k.transpose(1, 2)
+            self.v[rows[:, None], :, entries] = v.transpose(1, 2)
+            self.row_lengths[rows] += new if count is None else count
+        self.max_length += new
 
-    def _tell_rows_apart(self, apart: bool) -> None:
-        """From the first time on that rows grow by different numbers of tokens."""
-        if self.length is None and (self.active is not None or apart):
-            self.length = self.static_length
-            if self.length is None:
-                self.length = torch.full((len(self.k),), self.used, device=self.k.device)
+    def _diverge(self, by_counts: bool) -> None:
+        """Keep a length of every row, from the first time on that they grow by different numbers of tokens."""
+        if self.row_lengths is None and (self.active_rows is not None or by_counts):
+            self.row_lengths = self.static_lengths
+            if self.row_lengths is None:
+                self.row_lengths = torch.full((len(self.k),), self.max_length, device=self.k.device)
 
-    def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values of the rows at work, and a mask [R, 1, 1, S] if their lengths differ."""
-        count_lengths([self])
-        used, length = self.used, self.length
-        if length is not None:
-            length = length if self.active is None else length[self.active]
-            # A CPU may look at lengths for nothing; on a GPU the host does not know how much of a fixed place is used.
-            if length.device.type == "cpu":
-                used = int(length.max())
-                length = None if bool((length == used).all()) else length
-            elif self.static_length is not None:
-                used = self.k.shape[2]
-        keys, values = self.k[:, :, :used], self.v[:, :, :used]
-        if self.active is not None:
-            keys, values = keys[self.active], values[self.active]
-        if length is None:
+    def view(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of the active rows, and a mask [R, 1, 1, S] if their lengths differ."""
+        commit_lengths([self])
+        end, lengths = self.max_length, self.row_lengths
+        if lengths is not None:
+            lengths = lengths if self.active_rows is None else lengths[self.active_rows]
+            # On a CPU lengths cost nothing to read; on a GPU the host does not know how much of a static cache is used.
+            if lengths.device.type == "cpu":
+                end = int(lengths.max())
+                lengths = None if bool((lengths == end).all()) else lengths
+            elif self.static_lengths is not None:
+                end = self.k.shape[2]
+        keys, values = self.k[:, :, :end], self.v[:, :, :end]
+        if self.active_rows is not None:
+            keys, values = keys[self.active_rows], values[self.active_rows]
+        if lengths is None:
             return keys, values, None
-        mask = (torch.arange(used, device=keys.device) < length[:, None])[:, None, None]
-        if self.static_length is not None:  # others write there, too, and what is NaN would not stay behind the mask
-            keys, values = blank(keys, mask), blank(values, mask)
+        mask = (torch.arange(end, device=keys.device) < lengths[:, None])[:, None, None]
+        if self.static_lengths is not None:  # others write there, too, and what is NaN would not stay behind the mask
+            keys, values = zero_masked(keys, mask), zero_masked(values, mask)
         return keys, values, mask
 
-    def see(
+    def attend(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
-        return self.look(attn, qkv, positions, chosen)[0]
+        """Store new tokens [R, K, 3, H, D], and attend to all that the cache then has: [R, H, K, D], perhaps as the
+        next layer reads it. They are the `chosen` ones of all tokens, which `positions` [1 or R, N, ...] belong to."""
+        return self.attend_with_entropy(attn, qkv, positions, chosen)[0]
 
-    def look(
+    def attend_with_entropy(
         self,
         attn: SelfAttention,
         qkv: Tensor,
         positions: Tensor | None,
         chosen: Selection | None = None,
-        watched: int = 0,
+        entropy_rows: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """What `see` gives, and the entropy of each query's weights, a mean over heads [R, K], of so many rows."""
+        """`attend`, and the entropy of each query's weights, a mean over heads [R, K], of the first rows."""
         packed = None if chosen is None else chosen.as_packed
-        if packed is not None and (self.active is not None or not stores(attn, qkv, positions)):
-            seen, entropy = self.look(attn, packed.padded(qkv), positions, packed.plain, watched)
-            return packed.packed(seen.transpose(1, 2)).transpose(1, 2), entropy
-        return self.attend(attn, self.store(attn, qkv, positions, chosen), packed, watched)
+        if packed is not None and not self._stores_packed(attn, qkv, positions):
+            plain = packed.padded(qkv), positions, packed.plain
+            attn_out, entropy = self.attend_with_entropy(attn, *plain, entropy_rows)
+            return packed.packed(attn_out.transpose(1, 2)).transpose(1, 2), entropy
+        attn_out, entropy = self.attention(attn, self.update(attn, qkv, positions, chosen), packed, entropy_rows)
+        if packed is not None and entropy is not None:
+            entropy = packed.padded(entropy)
+        return attn_out, None if entropy is None else entropy[:entropy_rows]
 
-    def store(
+    def _stores_packed(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None) -> bool:
+        return self.active_rows is None and kv_store.supports(attn, qkv, positions)
+
+    def update(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
-        """Keys and values of new tokens; their queries [R, H, K, D] are left."""
+        """Store keys and values of new tokens, and return their queries [R, H, K, D]."""
         packed = None if chosen is None else chosen.as_packed
         new = qkv.shape[1] if packed is None else packed.most
-        count_lengths([self])
-        kernel = packed is not None or (chosen is None and self.active is None and stores(attn, qkv, positions))
-        if not kernel and self.tail is None:
-            q, k, v = attn.split(qkv, taken(positions, chosen))
+        commit_lengths([self])
+        kernel = packed is not None or (chosen is None and self._stores_packed(attn, qkv, positions))
+        if not kernel and self.last_scale_kv is None:
+            q, k, v = attn.split(qkv, select_positions(positions, chosen))
             self.append(k, v, None if chosen is None else chosen.count)
             return q
-        # Behind the end of every row, or where no later scale will look for them.
-        keys, values = (self.k, self.v) if self.tail is None else self.tail
-        apart = chosen is not None or self.tail is not None
-        self._tell_rows_apart(apart)
+        self._diverge(chosen is not None or self.last_scale_kv is not None)
         start: int | Tensor = 0
-        if self.tail is None:
-            self.reserve(new)
+        if self.last_scale_kv is None:  # behind the end of every row
+            self.allocate(new)
             keys, values = self.k, self.v
-            start = self.used if self.length is None else self.length
-            self.used += new
-            self.ahead = new if self.length is None else 0
+            start = self.max_length if self.row_lengths is None else self.row_lengths
+            self.max_length += new
+            self.pending = new if self.row_lengths is None else 0
+        else:
+            keys, values = self.last_scale_kv
         assert new <= keys.shape[2], "the cache has no room"
         if packed is not None:
-            self.starts = packed.start
-        elif self.length is not None:
-            self.more = torch.full_like(self.length, new) if chosen is None else chosen.count
+            self.pending_starts = packed.start
+        elif self.row_lengths is not None:
+            self.pending_per_row = torch.full_like(self.row_lengths, new) if chosen is None else chosen.count
         if kernel:
             return split_and_store(attn, qkv, positions, keys, values, start, packed)
-        q, *kv = attn.split(qkv, taken(positions, chosen))
-        for place, found in zip((keys, values), kv, strict=True):
-            place[:, :, :new] = found
+        q, keys[:, :, :new], values[:, :, :new] = attn.split(qkv, select_positions(positions, chosen))
         return q
 
-    def attend(
-        self, attn: SelfAttention, q: Tensor, packed: Packed | None = None, watched: int = 0
+    def attention(
+        self, attn: SelfAttention, q: Tensor, packed: Packed | None = None, entropy_rows: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        scale, wanted, entropy = attn.softmax_scale, reads(attn.proj), bool(watched)
-        if self.tail is not None or packed is not None or (self.length is not None and self._alone(q)):
+        """Attention of stored tokens, and its entropy: of the first `entropy_rows`, or of all."""
+        scale, wanted, entropy = attn.softmax_scale, input_format(attn.proj), bool(entropy_rows)
+        diverged = self.row_lengths is not None and self.active_rows is None and flash_attention.supports(q)
+        if self.last_scale_kv is not None or packed is not None or diverged:
             # No row has more: that tells how many programs should share the keys.
-            cache = self.k[:, :, : self.used], self.v[:, :, : self.used], scale, self.length, self.more
-            seen, spread = attend(q, *cache, entropy, self.tail, wanted, packed, grown=packed is not None)
-            if packed is not None and spread is not None:
-                spread = packed.padded(spread)
-            return seen, None if spread is None else spread[:watched]
-        keys, values, mask = self.visible()
-        if mask is None and runs_on(q) and (entropy or q.shape[2] <= FEW):
-            seen, spread = attend(q, keys, values, scale, entropy=entropy, reads=wanted)
-            return seen, None if spread is None else spread[:watched]
+            k, v = self.k[:, :, : self.max_length], self.v[:, :, : self.max_length]
+            lengths = self.row_lengths, self.pending_per_row
+            grown = packed is not None
+            return flash_attention.attend(
+                q, k, v, scale, *lengths, entropy, self.last_scale_kv, wanted, packed, grown=grown
+            )
+        keys, values, mask = self.view()
+        if mask is None and flash_attention.supports(q) and (entropy or q.shape[2] <= MAX_KERNEL_QUERIES):
+            return flash_attention.attend(q, keys, values, scale, return_entropy=entropy, input_format=wanted)
+        attn_out = scaled_dot_product_attention(q, keys, values, scale, mask)
         if not entropy:
-            return attention(q, keys, values, scale, mask), None
-        own = None if mask is None else mask[:watched]
-        spread = attention_entropy(q[:watched], keys[:watched], scale, own)
-        return attention(q, keys, values, scale, mask), spread
-
-    def _alone(self, q: Tensor) -> bool:
-        """Whether our kernel takes all rows."""
-        return self.active is None and runs_on(q)
+            return attn_out, None
+        own = None if mask is None else mask[:entropy_rows]
+        return attn_out, attention_entropy(q[:entropy_rows], keys[:entropy_rows], scale, own)
 
 
-def count_lengths(caches: Sequence[LayerCache]) -> None:
-    """What was stored last: of all layers at once, for one by one they would be as many kernels."""
-    counted = [(cache.length, cache.more) for cache in caches if cache.length is not None and cache.more is not None]
+def commit_lengths(caches: Sequence[KVCache]) -> None:
+    """Count what was stored last: for all layers at once, or it would be as many kernels."""
+    diverged = [(c.row_lengths, c) for c in caches if c.row_lengths is not None]
+    counted = [(lengths, c.pending_per_row) for lengths, c in diverged if c.pending_per_row is not None]
     if counted:
         torch._foreach_add_(*map(list, zip(*counted, strict=True)))
-    packed = [(cache.length, cache.starts) for cache in caches if cache.length is not None and cache.starts is not None]
+    packed = [(lengths, c.pending_starts) for lengths, c in diverged if c.pending_starts is not None]
     if packed:
         lengths, starts = zip(*packed, strict=True)
         torch._foreach_add_(list(lengths), list(torch.stack(starts).diff(dim=1).unbind()))
-    level = [(cache.static_length, cache.ahead) for cache in caches if cache.static_length is not None and cache.ahead]
-    if level:  # all by the same number
-        torch._foreach_add_([place for place, _ in level], level[0][1])
+    uniform = [(c.static_lengths, c.pending) for c in caches if c.static_lengths is not None and c.pending]
+    if uniform:  # all by the same number
+        torch._foreach_add_([lengths for lengths, _ in uniform], uniform[0][1])
     for cache in caches:
-        cache.more, cache.starts, cache.ahead = None, None, 0
+        cache.pending_per_row, cache.pending_starts, cache.pending = None, None, 0
 
 
-class WatchedCache:
-    """A cache that also tells the entropy of the attention."""
+class EntropyRecordingCache:
+    """A cache that also keeps the entropy of the attention of its first rows."""
 
-    def __init__(self, cache: LayerCache, rows: int) -> None:
-        self.cache, self.rows = cache, rows  # only the first rows are watched
+    def __init__(self, cache: KVCache, rows: int) -> None:
+        self.cache, self.rows = cache, rows
         self.entropy: Tensor
 
-    def see(
+    def attend(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
-        seen, entropy = self.cache.look(attn, qkv, positions, chosen, self.rows)
+        attn_out, entropy = self.cache.attend_with_entropy(attn, qkv, positions, chosen, self.rows)
         assert entropy is not None
         self.entropy = entropy  # [rows, K]
-        return seen
+        return attn_out
 
 
-class BlockCausal:
-    """All scales at once, as in training: a token sees its own scale and every earlier one."""
+class BlockCausalAttention:
+    """All scales at once, as in training: a token attends to its own scale and every earlier one."""
 
     def __init__(self, schedule: Schedule, context: int = 0) -> None:
         """`context` tokens stand in front of the first scale, and belong to it."""
         ends = [context + s.start + s.tokens for s in schedule]
         self.spans = list(zip([0, *ends], ends, strict=False))
 
-    def see(
-        self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
-    ) -> Tensor:
+    def attend(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None) -> Tensor:
         q, k, v = attn.split(qkv, positions)
         scale = attn.softmax_scale
         # One unmasked call per scale reads no key twice more than it must and needs no L x L mask.
-        parts = [attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], scale) for a, b in self.spans]
-        return torch.cat(parts, dim=2)
+        return torch.cat(
+            [scaled_dot_product_attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], scale) for a, b in self.spans], dim=2
+        )

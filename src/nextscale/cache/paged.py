@@ -1,8 +1,8 @@
-"""A KV cache whose memory follows what is kept: pages, which rows of all layers take one after the other.
+"""A KV cache whose memory follows what is kept: pages, which rows of all layers allocate one after the other.
 
-A page is for some tokens of one row in one layer: keys [H, PAGE, D], then values. Which pages a row has says a table on
-the device, and the kernels that store keys take new ones there (`kernels/pages_triton.py`), in the order of layers and
-rows. So a graph does not know how many there are. The host sees to it before every scale that there are enough of them.
+A page is for some tokens of one row in one layer: keys [H, PAGE_SIZE, D], then values. A table on the device says which
+pages a row has, and the kernels that store keys allocate new ones there (`kernels/triton/paged_kv.py`), in the order of
+layers and rows. So a graph does not know how many there are. The host ensures before every scale that there are enough.
 """
 
 from __future__ import annotations
@@ -14,188 +14,176 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nextscale.cache.kv import LayerCache
-from nextscale.kernels.attention import fused
-from nextscale.kernels.fp8 import reads
+from nextscale.cache.kv import KVCache
+from nextscale.kernels.flash_attention import fused_attention
+from nextscale.kernels.fp8 import input_format
 from nextscale.kernels.kv_store import split_and_store
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed, Selection
     from nextscale.models.layers import SelfAttention
 
-PAGE = 64  # tokens: as many keys as attention looks at at once
-STEP, SHARE = 64, 0.05  # pages that more are made at a time, and of those there are
-FIRST = 0.15  # of the pages of a run that keeps all tokens: those that are made at first
+PAGE_SIZE = 64  # tokens: as many keys as attention reads at once
+GROWTH_STEP, GROWTH_SHARE = 64, 0.05  # a pool grows by multiples of this, and by at least this share of its pages
+INITIAL_SHARE = 0.15  # of the pages of a run that keeps all tokens: those that are made at first
 
 
 @dataclass(frozen=True)
-class LayerPages:
-    """What kernels know of the pages of one layer."""
+class LayerPageTable:
+    """The pages of one layer, as kernels see them."""
 
     table: Tensor  # [R, most] int64: where every page of a row begins, in elements from the first page of all on
-    free: Tensor  # the same of all pages there are, in the order in which they are taken
+    free: Tensor  # the same of all pages of the pool, in the order in which they are taken
     before: Tensor  # int32: how many were taken by the layer before,
     after: Tensor  # and with those of this one
     size: int  # tokens of a page
 
 
-class Pages:
+class PagePool:
     """The pages of all layers. Their memory never moves, and may lie anywhere."""
 
     def __init__(
         self,
         layers: int,
         rows: int,
-        page: Sequence[int],
+        page_shape: Sequence[int],
         tokens: int,
         dtype: torch.dtype,
         device: torch.device,
-        take: Callable[[Sequence[int], torch.dtype], Tensor],
+        alloc: Callable[[Sequence[int], torch.dtype], Tensor],
     ) -> None:
-        """For so many tokens of a row at most; a page is [H, PAGE, D], and `take` gives memory."""
+        """A pool for at most `tokens` of a row; a page is [H, PAGE_SIZE, D], and `alloc` allocates memory."""
         assert layers > 1, "a layer must not read what it writes"
-        self.layers, self.rows, self.page, self.dtype, self.take = layers, rows, tuple(page), dtype, take
-        self.size = self.page[1]
-        of_row = max(-(-tokens // self.size), 1)
-        self.table = torch.zeros(layers, rows, of_row, dtype=torch.long, device=device)
-        self.free = torch.zeros(layers * rows * of_row, dtype=torch.long, device=device)
+        self.layers, self.rows, self.page_shape, self.dtype, self.alloc = layers, rows, tuple(page_shape), dtype, alloc
+        self.page_size = self.page_shape[1]
+        per_row = max(-(-tokens // self.page_size), 1)
+        self.page_table = torch.zeros(layers, rows, per_row, dtype=torch.long, device=device)
+        self.free = torch.zeros(layers * rows * per_row, dtype=torch.long, device=device)
         self.taken = torch.zeros(layers, dtype=torch.int32, device=device)  # when this layer has stored its keys
-        self.memory: dict[int, Tensor] = {}  # every page, by where it begins
-        self.bound = 0  # no more than so many are taken
-        self.add(max(layers * rows, int(FIRST * self.free.numel())))
+        self.pages: dict[int, Tensor] = {}  # by where they begin
+        self.max_taken = 0  # no more than so many are taken
+        self.grow(max(layers * rows, int(INITIAL_SHARE * self.free.numel())))
 
     @property
     def first(self) -> Tensor:
         """The page that all others are found from."""
-        return next(iter(self.memory.values()))
+        return next(iter(self.pages.values()))
 
-    def begin(self) -> None:
-        """A call: nothing is taken."""
+    def reset(self) -> None:
+        """Free all pages, at the beginning of a call."""
         self.taken.zero_()
-        self.bound = 0
+        self.max_taken = 0
 
-    def repeat(self) -> None:
-        """Every page once more, and again, so that a run that keeps all tokens has enough: for rehearsals, of which
+    def repeat_pages(self) -> None:
+        """List every page again and again, so that a run that keeps all tokens has enough: for rehearsals, of which
         nobody looks at the result."""
-        there = torch.tensor([*self.memory])
-        self.free.copy_(there[torch.arange(self.free.numel()) % len(there)])
+        pages = torch.tensor([*self.pages])
+        self.free.copy_(pages[torch.arange(self.free.numel()) % len(pages)])
 
-    def layer(self, layer: int) -> LayerPages:
-        return LayerPages(self.table[layer], self.free, self.taken[layer - 1], self.taken[layer], self.size)
+    def layer_table(self, layer: int) -> LayerPageTable:
+        before, after = self.taken[layer - 1], self.taken[layer]
+        return LayerPageTable(self.page_table[layer], self.free, before, after, self.page_size)
 
-    def provide(self, new: int, end: int, rows: int, told: Callable[[], int]) -> bool:
-        """Enough pages for a scale of at most `new` tokens in so many rows, `end` with all before them, whatever is
-        kept; whether more had to be made. Who calls `told` waits for how many pages are taken."""
-        more, most = self.layers * rows * -(-new // self.size), self.layers * self.rows * -(-end // self.size)
-        if min(self.bound + more, most) > len(self.memory):
-            self.bound = told()
-        self.bound = min(self.bound + more, most)
-        missing = self.bound - len(self.memory)
+    def ensure_free(self, new: int, end: int, rows: int, taken_pages: Callable[[], int]) -> bool:
+        """Ensure enough pages for a scale of at most `new` tokens in each of `rows`, `end` with all before them,
+        whatever is kept; return whether more had to be made. `taken_pages` waits for the device."""
+        needed = self.layers * rows * -(-new // self.page_size)
+        most = self.layers * self.rows * -(-end // self.page_size)
+        if min(self.max_taken + needed, most) > len(self.pages):
+            self.max_taken = taken_pages()
+        self.max_taken = min(self.max_taken + needed, most)
+        missing = self.max_taken - len(self.pages)
         if missing > 0:
-            self.add(missing)
+            self.grow(missing)
         return missing > 0
 
-    def add(self, missing: int) -> None:
-        """At least so many pages: some more, so that it is not asked for often, but no more than can be used."""
-        there = len(self.memory)
-        steps = -(-max(missing, int(SHARE * there)) // STEP)
-        made = [self.take((2, *self.page), self.dtype) for _ in range(min(steps * STEP, self.free.numel() - there))]
-        first = (self.first if self.memory else made[0]).data_ptr()
-        places = [(page.data_ptr() - first) // self.dtype.itemsize for page in made]
-        self.memory |= zip(places, made, strict=True)
+    def grow(self, missing: int) -> None:
+        """Make at least so many pages: some more, so that it is seldom asked for, but no more than can be used."""
+        count = len(self.pages)
+        steps = -(-max(missing, int(GROWTH_SHARE * count)) // GROWTH_STEP)
+        new = min(steps * GROWTH_STEP, self.free.numel() - count)
+        made = [self.alloc((2, *self.page_shape), self.dtype) for _ in range(new)]
+        first = (self.first if self.pages else made[0]).data_ptr()
+        offsets = [(page.data_ptr() - first) // self.dtype.itemsize for page in made]
+        self.pages |= zip(offsets, made, strict=True)
         # In the order of the stream: kernels that run now do not look there.
-        found = torch.tensor(places, pin_memory=self.free.is_cuda)
-        self.free[there : there + len(places)].copy_(found, non_blocking=True)
+        listed = torch.tensor(offsets, pin_memory=self.free.is_cuda)
+        self.free[count : count + new].copy_(listed, non_blocking=True)
 
 
-class PagedCache(LayerCache):
-    """Keys and values of one layer in pages. Rows are always told apart: how long they are, the device knows."""
+class PagedKVCache(KVCache):
+    """Keys and values of one layer in pages. Rows always have their own lengths, and the device knows them."""
 
-    def __init__(self, pages: Pages, layer: int, length: Tensor) -> None:
-        heads, _, width = pages.page
-        nothing = pages.first.new_empty(len(length), heads, 0, width)
-        super().__init__(nothing, nothing, length)
-        self.length = length
-        self.all_pages, self.pages = pages, pages.layer(layer)
+    def __init__(self, pool: PagePool, layer: int, lengths: Tensor) -> None:
+        heads, _, width = pool.page_shape
+        no_entries = pool.first.new_empty(len(lengths), heads, 0, width)
+        super().__init__(no_entries, no_entries, lengths)
+        self.row_lengths = lengths
+        self.pool, self.pages = pool, pool.layer_table(layer)
 
-    def reserve(self, tokens: int) -> None:
-        """Pages are provided for all layers at once."""
+    def allocate(self, tokens: int) -> None:
+        """Nothing: pages are allocated for all layers at once."""
 
     def keep_rows(self, rows: Tensor | slice) -> None:
         super().keep_rows(rows)
-        self.length = self.static_length
+        self.row_lengths = self.static_lengths
         self.pages = replace(self.pages, table=self.pages.table[rows])
 
-    def look(
-        self,
-        attn: SelfAttention,
-        qkv: Tensor,
-        positions: Tensor | None,
-        chosen: Selection | None = None,
-        watched: int = 0,
-    ) -> tuple[Tensor, Tensor | None]:
-        packed = None if chosen is None else chosen.as_packed
-        return self.attend(attn, self.store(attn, qkv, positions, chosen), packed, watched)
+    def _stores_packed(self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None) -> bool:
+        return True
 
-    def store(
+    def update(
         self, attn: SelfAttention, qkv: Tensor, positions: Tensor | None, chosen: Selection | None = None
     ) -> Tensor:
         packed = None if chosen is None else chosen.as_packed
         assert (packed is None) == (chosen is None), "padding would take pages"
-        assert self.active is None, "rows that rest have no tokens"
-        assert self.starts is None, "a layer stores once in a scale"
+        assert self.active_rows is None, "inactive rows have no tokens"
+        assert self.pending_starts is None, "a layer stores once in a scale"
         new = qkv.shape[1] if packed is None else packed.most
         if packed is None:
-            self.ahead = new
+            self.pending = new
         else:
-            self.starts = packed.start
-        if self.tail is not None:
-            return split_and_store(attn, qkv, positions, *self.tail, 0, packed)
-        self.used += new
-        assert self.length is not None
-        return split_and_store(attn, qkv, positions, *self._views(), self.length, packed, self.pages)
+            self.pending_starts = packed.start
+        if self.last_scale_kv is not None:
+            return split_and_store(attn, qkv, positions, *self.last_scale_kv, 0, packed)
+        self.max_length += new
+        assert self.row_lengths is not None
+        return split_and_store(attn, qkv, positions, *self._first_page(), self.row_lengths, packed, self.pages)
 
-    def attend(
-        self, attn: SelfAttention, q: Tensor, packed: Packed | None = None, watched: int = 0
+    def attention(
+        self, attn: SelfAttention, q: Tensor, packed: Packed | None = None, entropy_rows: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        k, v = self._views()
-        more, wanted, entropy = self.ahead if packed is None else None, reads(attn.proj), bool(watched)
-        seen, spread = fused(
+        return fused_attention(
             q,
-            k,
-            v,
+            *self._first_page(),
             attn.softmax_scale,
-            self.length,
-            more,
-            entropy,
-            self.tail,
-            wanted,
+            self.row_lengths,
+            self.pending if packed is None else None,
+            bool(entropy_rows),
+            self.last_scale_kv,
+            input_format(attn.proj),
             packed,
             grown=packed is not None,
             pages=self.pages,
         )
-        if packed is not None and spread is not None:
-            spread = packed.padded(spread)
-        return seen, None if spread is None else spread[:watched]
 
-    def _views(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, H, used, D], that is where they would lie in the first page; a table says where they do.
-        No row has more than `used`."""
+    def _first_page(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [R, H, max_length, D] as if they lay in the first page; a table says where they do."""
         rows, heads, _, width = self.k.shape
-        shape, strides = (rows, heads, self.used, width), (0, self.pages.size * width, 0, 1)
-        keys, values = self.all_pages.first
+        shape, strides = (rows, heads, self.max_length, width), (0, self.pages.size * width, 0, 1)
+        keys, values = self.pool.first
         return keys.as_strided(shape, strides), values.as_strided(shape, strides)
 
-    def copied(self) -> LayerCache:
-        """The same without pages, for code that knows none. It waits."""
-        assert self.length is not None
-        lengths = self.length.tolist()
+    def without_pages(self) -> KVCache:
+        """A copy for code that knows no pages. It waits for the device."""
+        assert self.row_lengths is not None
+        lengths = self.row_lengths.tolist()
         keys, values = self.k.new_zeros(2, len(lengths), self.k.shape[1], max(lengths), self.k.shape[3])
-        for row, (length, places) in enumerate(zip(lengths, self.pages.table.tolist(), strict=True)):
+        for row, (length, offsets) in enumerate(zip(lengths, self.pages.table.tolist(), strict=True)):
             for n in range(0, length, self.pages.size):
-                page = self.all_pages.memory[places[n // self.pages.size]][:, :, : length - n]
+                page = self.pool.pages[offsets[n // self.pages.size]][:, :, : length - n]
                 keys[row, :, n : n + page.shape[2]], values[row, :, n : n + page.shape[2]] = page
-        cache = LayerCache(keys, values)
-        cache.used = max(lengths)
-        cache.length = None if len(set(lengths)) == 1 else self.length.clone()
+        cache = KVCache(keys, values)
+        cache.max_length = max(lengths)
+        cache.row_lengths = None if len(set(lengths)) == 1 else self.row_lengths.clone()
         return cache

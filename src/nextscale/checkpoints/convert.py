@@ -11,27 +11,27 @@ from typing import BinaryIO
 import torch
 
 from nextscale.checkpoints.load import Progress, outline
-from nextscale.checkpoints.locate import CONFIG, FORMAT, WEIGHTS
+from nextscale.checkpoints.locate import CONFIG_FILE, FORMAT_NAME, WEIGHTS_FILE
 from nextscale.checkpoints.paths import present
-from nextscale.checkpoints.pretrained import VERSION, Blueprint, Part, describe
-from nextscale.checkpoints.scratch import whole_folder
+from nextscale.checkpoints.pretrained import FORMAT_VERSION, Blueprint, Part, describe
+from nextscale.checkpoints.scratch import atomic_folder
 from nextscale.errors import NextscaleError
-from nextscale.io.devices import name_of
+from nextscale.io.devices import dtype_name
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def convert(blueprint: Blueprint, out: str | Path, dtype: torch.dtype, progress: Progress | None = None) -> Path:
-    """`out` becomes a folder that `from_pretrained` reads; nothing appears there before it is complete."""
+    """Write a folder `out` that `from_pretrained` reads; nothing appears there before it is complete."""
     out = Path(out)
     if present(out):
         raise NextscaleError(f"{out} exists already; choose a new folder")
     entries = _entries(blueprint.parts, dtype)
-    config = {"format": FORMAT, "version": VERSION, **describe(blueprint), "dtype": name_of(dtype)}
+    config = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **describe(blueprint), "dtype": dtype_name(dtype)}
     try:
-        with whole_folder(out, (CONFIG, WEIGHTS)) as scratch:
-            (scratch / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-            with (scratch / WEIGHTS).open("wb") as file:
+        with atomic_folder(out, (CONFIG_FILE, WEIGHTS_FILE)) as scratch:
+            (scratch / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
+            with (scratch / WEIGHTS_FILE).open("wb") as file:
                 _write(file, entries, progress)
     except OSError as error:  # most of all: a disk that is full
         raise NextscaleError(f"cannot write {out}: {error.strerror or error}") from None
@@ -65,7 +65,7 @@ def _entries(parts: dict[str, Part], dtype: torch.dtype) -> list[Entry]:
 
 
 def _write(file: BinaryIO, entries: list[Entry], progress: Progress | None) -> None:
-    """The safetensors format, a chunk at a time: its own writer wants every tensor in memory at once."""
+    """Write the safetensors format a chunk at a time: its own writer wants every tensor in memory at once."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for e in entries:

@@ -1,4 +1,4 @@
-"""Every family of official files, and how a state dict is told apart and renamed."""
+"""Every family of official files, and how a state dict is recognized and renamed."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def backbones() -> tuple[str, ...]:
 
 
 def family_of(keys: Iterable[str]) -> Family | None:
-    """Whose state dict this is."""
+    """The family of a state dict."""
     known = set(keys)
     return next((family for family in FAMILIES.values() if family.recognize(known)), None)
 
 
 def rename(family: Family, keys: Iterable[str]) -> dict[str, str]:
-    """Official key -> our parameter name, without the ignored buffers."""
+    """Map official keys to our parameter names, without the ignored buffers."""
     names = {key: key for key in keys if not re.search(family.ignored, key)}
     names = _unchunked(names)
     for pattern, replacement in family.rename:
@@ -50,7 +50,7 @@ def rename(family: Family, keys: Iterable[str]) -> dict[str, str]:
 
 
 def _unchunked(names: dict[str, str]) -> dict[str, str]:
-    """`block_chunks.a.module.b` -> `blocks.n`: the chunks only shaped the sharding of training."""
+    """Map `block_chunks.a.module.b` to `blocks.n`: the chunks only shaped the sharding of training."""
     chunk = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.")
     length = 1 + max((int(m.group(2)) for m in map(chunk.match, names) if m), default=0)
 
@@ -61,7 +61,7 @@ def _unchunked(names: dict[str, str]) -> dict[str, str]:
 
 
 def infer_config(family: Family, state: StateFile, names: Mapping[str, str]) -> Any:
-    """The configuration that the shapes tell; `names` maps the file's keys to ours."""
+    """Infer the configuration from the shapes; `names` maps the file's keys to ours."""
     shapes = {ours: state.infos[theirs].shape for theirs, ours in names.items()}
     try:
         return family.infer(shapes, state)

@@ -1,4 +1,4 @@
-"""What has to be known about the official files of one kind of module."""
+"""The description of the official files of one kind of module."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Family:
 
 
 def count(names: Iterable[str], pattern: str) -> int:
-    """How many different numbers stand at the place of the pattern's group: the length of a module list."""
+    """Count the different numbers that the pattern's group matches: the length of a module list."""
     found = (re.match(pattern, name) for name in names)
     return len({m.group(1) for m in found if m})
 
@@ -57,7 +57,7 @@ def autoencoder(shapes: Shapes) -> dict[str, Any]:
 
 
 # Names that VAR and Infinity have in common.
-COMMON: Rules = (
+COMMON_RENAMES: Rules = (
     (r"^pos_start$", "start_position"),
     (r"^lvl_embed\.", "level_embed."),
     (r"^shared_ada_lin\.", "shared_modulation."),

@@ -1,6 +1,6 @@
 """Tensor files as published: flat and training `.pth` pickles, safetensors files and sharded folders.
 
-Files are mapped, not read: a chunk of tensors is handed out, and its pages leave memory with it.
+Files are mapped, not read: chunks of tensors are yielded, and the pages of a chunk leave memory with it.
 So converting a checkpoint never holds it twice.
 """
 
@@ -26,9 +26,14 @@ from nextscale.errors import NextscaleError, choices
 from nextscale.io.reading import read_json
 
 CHUNK_BYTES = 256 * 2**20
-INDEX = "model.safetensors.index.json"
-WHOLE = ("ema_model.bin", INDEX, "model.safetensors", "pytorch_model.bin")  # what a folder of weights may hold
-SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
+SHARD_INDEX = "model.safetensors.index.json"
+FOLDER_WEIGHTS = (
+    "ema_model.bin",
+    SHARD_INDEX,
+    "model.safetensors",
+    "pytorch_model.bin",
+)  # what a folder of weights may hold
+FILE_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
 
 # Where a `.pth` file keeps its state dicts; the empty path is a flat one.
 _NESTED = (("trainer", "var_wo_ddp"), ("trainer", "vae_local"), ("trainer", "gpt_fsdp"), ("vae",), ())
@@ -38,7 +43,7 @@ _NESTED = (("trainer", "var_wo_ddp"), ("trainer", "vae_local"), ("trainer", "gpt
 class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
-    form: str = ""  # of a tensor that cannot be read as it lies in the file
+    form: str = ""  # of a tensor that cannot be read as it is stored
 
     @property
     def nbytes(self) -> int:
@@ -55,11 +60,11 @@ class StateFile(ABC):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files on disk that hold it."""
+        """The files on disk."""
         return (self.path,)
 
     def file_of(self, key: str) -> Path:
-        """Where a tensor is stored."""
+        """The file that stores a tensor."""
         return self.path
 
     @abstractmethod
@@ -67,7 +72,7 @@ class StateFile(ABC):
         """Some tensors, mapped from the file."""
 
     def chunks(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """All `keys`, a chunk at a time."""
+        """Yield all `keys`, a chunk at a time."""
         chunk: list[str] = []
         size = 0
         for key in keys:
@@ -97,7 +102,7 @@ class PickleState(StateFile):
 
 
 def _form(tensor: Tensor) -> str:
-    """What keeps the numbers from being used as they lie in the file; empty: nothing."""
+    """Why the numbers cannot be used as they are stored; empty: they can."""
     if tensor.is_quantized:
         return "quantized"
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -173,8 +178,8 @@ def open_states(path: Path) -> list[StateFile]:
         with _open_safetensors(path) as f:
             keys = list(f.keys())
         return [SafetensorsState(path, dict.fromkeys(keys, path))]
-    if path.suffix not in SUFFIXES:
-        raise NextscaleError(f"{path} is not a checkpoint file; allowed: {choices(SUFFIXES)}, or a sharded folder")
+    if path.suffix not in FILE_SUFFIXES:
+        raise NextscaleError(f"{path} is not a checkpoint file; allowed: {choices(FILE_SUFFIXES)}, or a sharded folder")
     content = load_pickle(path)
     states: list[StateFile] = []
     for nested in _NESTED:
@@ -219,7 +224,7 @@ def _has_code(path: Path, what: str) -> NextscaleError:
 
 
 def _look_for_code(path: Path) -> None:
-    """Bare pickles of other protocols are refused as unreadable; say so if the reason is what they would call."""
+    """Raise a better error if an unreadable bare pickle would have called functions."""
     called = []
     with contextlib.suppress(Exception):
         for opcode, argument, _ in pickletools.genops(path.read_bytes()[:CHUNK_BYTES]):
@@ -247,26 +252,26 @@ def _open_safetensors(path: Path) -> Any:
 
 
 def holds_weights(folder: Path) -> bool:
-    return any(present(folder / name) for name in WHOLE)
+    return any(present(folder / name) for name in FOLDER_WEIGHTS)
 
 
 def _open_folder(path: Path) -> list[StateFile]:
-    """Averaged weights first: those are what the authors of HART run."""
-    found = next((name for name in WHOLE if present(path / name)), None)
+    """Open the weights of a folder: averaged ones first, which the authors of HART run."""
+    found = next((name for name in FOLDER_WEIGHTS if present(path / name)), None)
     if found is None:
-        raise NextscaleError(f"{path} holds no weights; looked for {choices(WHOLE)}")
-    return [_open_shards(path)] if found == INDEX else open_states(path / found)
+        raise NextscaleError(f"{path} holds no weights; looked for {choices(FOLDER_WEIGHTS)}")
+    return [_open_shards(path)] if found == SHARD_INDEX else open_states(path / found)
 
 
 def _plain(name: str) -> str:
-    """A file of the same folder, and no path out of it."""
+    """Check that this is a file of the same folder, and no path out of it."""
     if name != Path(name).name:
         raise ValueError(name)
     return name
 
 
 def _open_shards(path: Path) -> SafetensorsState:
-    index = path / INDEX
+    index = path / SHARD_INDEX
     content = read_json(index, "readable JSON")
     try:
         shards = {key: path / _plain(name) for key, name in content["weight_map"].items()}
@@ -281,6 +286,6 @@ def _open_shards(path: Path) -> SafetensorsState:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All plain tensors of a weights file from anywhere; nothing in it is ever run."""
+    """Read all plain tensors of a weights file from anywhere; code in it is never run."""
     state = open_states(path)[0]
     return state.tensors([key for key, info in state.infos.items() if not info.form])

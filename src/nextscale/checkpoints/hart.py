@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nextscale.checkpoints.family import COMMON, Family, Shapes, autoencoder, count
+from nextscale.checkpoints.family import COMMON_RENAMES, Family, Shapes, autoencoder, count
 from nextscale.checkpoints.files import StateFile
 from nextscale.checkpoints.paths import present
 from nextscale.checkpoints.var import TOKENIZER as VAR_TOKENIZER
@@ -16,7 +16,7 @@ from nextscale.tokenizers.vq import VQConfig, VQTokenizer
 
 
 def _settings(state: StateFile) -> dict[str, Any]:
-    """The config.json beside the weights, which tells what no shape shows."""
+    """The config.json beside the weights, with what no shape shows."""
     if not present(state.path):  # a live object
         return {}
     folder = state.path if state.path.is_dir() else state.path.parent
@@ -26,22 +26,22 @@ def _settings(state: StateFile) -> dict[str, Any]:
 
 
 def _infer(shapes: Shapes, state: StateFile) -> HARTConfig:
-    told = _settings(state)
+    settings = _settings(state)
     width = shapes["context_embed.weight"][0]
     scale = shapes.get("blocks.0.attn.log_scale")
-    slots, sides = 300, VAR_SIDES[1024]
-    if "lvl_1L" in state.infos and state.infos["lvl_1L"].shape[-1] != slots - 1 + sum(s * s for s in sides):
+    text_length, sides = 300, VAR_SIDES[1024]
+    if "lvl_1L" in state.infos and state.infos["lvl_1L"].shape[-1] != text_length - 1 + sum(s * s for s in sides):
         levels = state.tensors(["lvl_1L"])["lvl_1L"].flatten()
         counts = [int((levels == k).sum()) for k in range(int(levels.max()) + 1)]
-        slots, sides = counts[0], (1, *(round(n**0.5) for n in counts[1:]))
+        text_length, sides = counts[0], (1, *(round(n**0.5) for n in counts[1:]))
     config = HARTConfig(
         depth=count(shapes, r"blocks\.(\d+)\."),
         width=width,
-        heads=max(scale) if scale else int(told.get("num_heads", width // 64)),
+        heads=max(scale) if scale else int(settings.get("num_heads", width // 64)),
         hidden=shapes["blocks.0.mlp.up.weight"][0],
-        sides=tuple(told.get("patch_nums", sides)),
+        sides=tuple(settings.get("patch_nums", sides)),
         text_dim=shapes["context_embed.weight"][1],
-        text_length=int(told.get("context_token", slots)),
+        text_length=int(settings.get("context_token", text_length)),
         vocabulary=shapes["head_linear.weight"][0],
         code_dim=shapes["word_embed.weight"][1],
         cosine_attention=scale is not None,
@@ -49,8 +49,8 @@ def _infer(shapes: Shapes, state: StateFile) -> HARTConfig:
         sinusoid_levels="level_embed.mlp.0.weight" in shapes,
         diffusion_width=shapes["residual.enter.weight"][0],
         diffusion_depth=count(shapes, r"residual\.blocks\.(\d+)\."),
-        diffusion_steps=int(told.get("num_sampling_steps", 8)),
-        eps=float(told.get("norm_eps", 1e-6)),
+        diffusion_steps=int(settings.get("num_sampling_steps", 8)),
+        eps=float(settings.get("norm_eps", 1e-6)),
     )
     known = {
         "depth": config.depth,
@@ -62,9 +62,9 @@ def _infer(shapes: Shapes, state: StateFile) -> HARTConfig:
         "use_timestep_embed": config.sinusoid_levels,
     }
     for name, value in known.items():
-        if name in told and told[name] != value:
+        if name in settings and settings[name] != value:
             raise NextscaleError(
-                f"config.json beside {state.path} has {name} = {told[name]!r}, but its weights have {value!r}"
+                f"config.json beside {state.path} has {name} = {settings[name]!r}, but its weights have {value!r}"
             )
     return config
 
@@ -94,7 +94,7 @@ FAMILY = Family(
         (r"^head_nm\.ada_lin\.1\.", "head_modulation."),
         (r"\.ln_wo_grad\.", ".norm."),
         (r"\.qkv_proj\.", ".qkv."),
-        *COMMON,
+        *COMMON_RENAMES,
         (r"\.mlp\.(gate|up|down)_proj\.", r".mlp.\1."),
     ),
     ignored=r"(^|\.)(attn_bias_for_masking|lvl_1L|zero_k_bias)$",  # the first alone is 380 MB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from nextscale.checkpoints.family import COMMON, Family, Shapes, autoencoder, count, heads_of
+from nextscale.checkpoints.family import COMMON_RENAMES, Family, Shapes, autoencoder, count, heads_of
 from nextscale.checkpoints.files import StateFile
 from nextscale.errors import NextscaleError
 from nextscale.models.infinity import Infinity, InfinityConfig
@@ -53,7 +53,7 @@ FAMILY = Family(
     config=InfinityConfig,
     recognize=lambda keys: "text_proj_for_sos.ca.mat_q" in keys,
     rename=(
-        *COMMON,
+        *COMMON_RENAMES,
         (r"^cfg_uncond$", "unconditional"),
         (r"^text_norm\.weight$", "text_norm"),
         (r"^text_proj_for_sos\.ca\.mat_q$", "text_pool.query"),

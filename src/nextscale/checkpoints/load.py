@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from nextscale.checkpoints.family import count
 from nextscale.checkpoints.files import StateFile
 from nextscale.errors import NextscaleError, choices, first_line
-from nextscale.io.devices import name_of
+from nextscale.io.devices import dtype_name
 
 # Fields that count the modules of a list, and where these stand in a file.
 _LISTS = {
@@ -24,7 +24,7 @@ _LISTS = {
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-Progress = Callable[[int], None]  # told the bytes of every chunk that was read
+Progress = Callable[[int], None]  # called with the bytes of every chunk that was read
 
 
 def build(
@@ -36,9 +36,9 @@ def build(
     device: torch.device | str,
     progress: Progress | None = None,
 ) -> Any:
-    """`names` maps keys of the file to parameters. Every shape is checked before the first tensor is read.
+    """Build a module from a file; `names` maps its keys to parameters, `dtype` is that of the matrix products.
 
-    `dtype` is that of the matrix products.
+    Every shape is checked before the first tensor is read.
     """
     module = outline(cls, config, state, names)
     wanted = {name: p.shape for name, p in module.named_parameters()}
@@ -71,7 +71,7 @@ class Uninitialized(TorchFunctionMode):
 
 
 def outline(cls: Callable[[Any], Any], config: Any, state: StateFile, names: Mapping[str, str]) -> Any:
-    """The module without its numbers, into which the tensors of the file fit."""
+    """Build the module without its numbers, into which the tensors of the file fit."""
     for field, pattern in _LISTS.items():  # before anything is made: a million blocks would take an hour
         said, found = getattr(config, field, None), count(names.values(), pattern)
         said = len(said) if isinstance(said, tuple) else said
@@ -118,8 +118,8 @@ def check(module: nn.Module, state: StateFile, names: Mapping[str, str]) -> None
             info = state.infos[key]
             if info.form or info.dtype not in FLOATS:  # read as numbers these would make some picture
                 raise NextscaleError(
-                    f"{state.file_of(key)} stores {key!r} as {info.form or name_of(info.dtype)}, "
-                    f"but weights are plain tensors of {choices(map(name_of, FLOATS))}"
+                    f"{state.file_of(key)} stores {key!r} as {info.form or dtype_name(info.dtype)}, "
+                    f"but weights are plain tensors of {choices(map(dtype_name, FLOATS))}"
                 )
     if problems:
         raise NextscaleError(f"{state.path} does not fit a {type(module).__name__} model: it {', and '.join(problems)}")

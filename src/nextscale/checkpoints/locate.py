@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nextscale.checkpoints.files import INDEX, SUFFIXES, holds_weights
+from nextscale.checkpoints.files import FILE_SUFFIXES, SHARD_INDEX, holds_weights
 from nextscale.checkpoints.paths import as_path, present
 from nextscale.errors import NextscaleError, choices, first_line
 from nextscale.io.network import UNREACHABLE, why_local
 from nextscale.io.reading import read_json
 from nextscale.models.registry import EMBEDDED, MODELS, ModelSpec, get_model, published
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-FORMAT = "nextscale"
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+FORMAT_NAME = "nextscale"
 ASSETS = Path(__file__).parents[1] / "assets"
 
 
 @dataclass(frozen=True)
 class Hub:
-    """How to reach the hub."""
+    """The access to the hub."""
 
     revision: str | None = None
     token: str | bool | None = None
@@ -88,16 +88,16 @@ class Hub:
 
 
 @dataclass(frozen=True)
-class Files:
-    """What was found. `weights` and `tokenizer` may be the same file (a training checkpoint)."""
+class ModelFiles:
+    """The files that were found. `weights` and `tokenizer` may be the same file (a training checkpoint)."""
 
-    spec: ModelSpec | None  # None: told by the shapes in the file
+    spec: ModelSpec | None  # None: inferred from the shapes in the file
     weights: Path
     tokenizers: tuple[Path, ...]  # candidates; none: inside `weights`
     converted: dict[str, Any] | None = None  # the config of a file that `nextscale convert` wrote
 
 
-def locate(source: str | Path, model: str | None, vae: str | Path | None, hub: Hub) -> Files:
+def locate(source: str | Path, model: str | None, vae: str | Path | None, hub: Hub) -> ModelFiles:
     spec = None if model is None else get_model(model)
     path = as_path(source)
     if present(path):
@@ -109,7 +109,7 @@ def locate(source: str | Path, model: str | None, vae: str | Path | None, hub: H
         if name == EMBEDDED.name:
             return _local(ASSETS / name, None, vae, hub)
         return _from_hub(MODELS[name].repo, MODELS[name], vae, hub)
-    if isinstance(source, Path) or path.suffix in SUFFIXES or name.startswith((".", "/", "~")):
+    if isinstance(source, Path) or path.suffix in FILE_SUFFIXES or name.startswith((".", "/", "~")):
         raise NextscaleError(f"{source} does not exist")
     if "/" not in name:
         raise NextscaleError(
@@ -118,68 +118,68 @@ def locate(source: str | Path, model: str | None, vae: str | Path | None, hub: H
     return _from_hub(name, spec, vae, hub)
 
 
-def _from_hub(repo: str, spec: ModelSpec | None, vae: str | Path | None, hub: Hub) -> Files:
+def _from_hub(repo: str, spec: ModelSpec | None, vae: str | Path | None, hub: Hub) -> ModelFiles:
     if spec is None:
         official = [s.name for s in published() if s.repo == repo]
         if official:
             raise NextscaleError(
                 f"the hub repository {repo!r} holds several models; choose model= from {choices(official)}"
             )
-        config = hub.fetch(repo, (CONFIG,))
+        config = hub.fetch(repo, (CONFIG_FILE,))
         converted = read_converted(config)
         if converted is None:
             raise NextscaleError(
                 f"the hub repository {repo!r} is neither one of the official ones "
                 f"({choices(dict.fromkeys(s.repo for s in published()))}) nor written by 'nextscale convert'"
             )
-        return _converted(hub.fetch(repo, (WEIGHTS,)), converted, spec, vae)
+        return _converted(hub.fetch(repo, (WEIGHTS_FILE,)), converted, spec, vae)
     weights = hub.fetch(repo, (spec.weights,))
-    return Files(spec, weights, _tokenizers(vae, spec, [], hub) or (hub.fetch(repo, spec.tokenizer_files),))
+    return ModelFiles(spec, weights, _tokenizers(vae, spec, [], hub) or (hub.fetch(repo, spec.tokenizer_files),))
 
 
-def _local(path: Path, spec: ModelSpec | None, vae: str | Path | None, hub: Hub) -> Files:
+def _local(path: Path, spec: ModelSpec | None, vae: str | Path | None, hub: Hub) -> ModelFiles:
     if path.is_dir():
-        converted = read_converted(path / CONFIG)
+        converted = read_converted(path / CONFIG_FILE)
         if converted is not None:
-            return _converted(path / WEIGHTS, converted, spec, vae)
+            return _converted(path / WEIGHTS_FILE, converted, spec, vae)
         if not holds_weights(path):
-            guess, path = _inside_folder(path, spec)
-            spec = spec or _telling(guess)
+            guess, path = _in_repository(path, spec)
+            spec = spec or _if_distinctive(guess)
     if spec is None:
         named = [s for s in published() if s.weights.rstrip("/") == path.name]
-        spec = _telling(named[0]) if named else None
-    return Files(spec, path, _tokenizers(vae, spec, [path.parent, path], hub))
+        spec = _if_distinctive(named[0]) if named else None
+    return ModelFiles(spec, path, _tokenizers(vae, spec, [path.parent, path], hub))
 
 
-def _telling(spec: ModelSpec) -> ModelSpec | None:
-    """A model that was recognized by the name of its files, unless that could be the name of any model's."""
+def _if_distinctive(spec: ModelSpec) -> ModelSpec | None:
+    """A model that was recognized by the name of its files; None if that could be the name of any model's."""
     return None if spec.weights == "llm/" else spec
 
 
-def _converted(weights: Path, config: dict[str, Any], spec: ModelSpec | None, vae: str | Path | None) -> Files:
+def _converted(weights: Path, config: dict[str, Any], spec: ModelSpec | None, vae: str | Path | None) -> ModelFiles:
     if vae is not None:
         raise NextscaleError(
             f"{weights.parent} was written by 'nextscale convert' and has its tokenizer inside: leave out vae="
         )
     if spec is not None and config.get("model") != spec.name:
         raise NextscaleError(f"{weights.parent} holds {config.get('model')}, not {spec.name}")
-    return Files(None, weights, (), config)
+    return ModelFiles(None, weights, (), config)
 
 
-def _inside_folder(folder: Path, spec: ModelSpec | None) -> tuple[ModelSpec, Path]:
-    """A local copy of an official repository."""
+def _in_repository(folder: Path, spec: ModelSpec | None) -> tuple[ModelSpec, Path]:
+    """Find the weights in a local copy of an official repository."""
     specs = published() if spec is None else (spec,)
     found = [s for s in specs if present(folder / s.weights)]
     if not found:
         wanted = choices(dict.fromkeys(s.weights for s in specs))
-        raise NextscaleError(f"{folder} holds no model: looked for {INDEX}, a converted {CONFIG}, {wanted}")
+        raise NextscaleError(f"{folder} holds no model: looked for {SHARD_INDEX}, a converted {CONFIG_FILE}, {wanted}")
     if len(found) > 1:
         raise NextscaleError(f"{folder} holds several models; choose model= from {choices(s.name for s in found)}")
     return found[0], folder / found[0].weights
 
 
 def _tokenizers(vae: str | Path | None, spec: ModelSpec | None, folders: list[Path], hub: Hub) -> tuple[Path, ...]:
-    """The tokenizer's file: as given, or by its published name beside the weights."""
+    """Find the tokenizer's file: as given, or by its published name beside the weights."""
     if vae is not None:
         path = as_path(vae)
         if present(path):
@@ -193,6 +193,6 @@ def _tokenizers(vae: str | Path | None, spec: ModelSpec | None, folders: list[Pa
 
 
 def read_converted(path: Path) -> dict[str, Any] | None:
-    """The config that `nextscale convert` wrote; None if this is some other config, or none at all."""
+    """Read the config that `nextscale convert` wrote; None if this is some other config, or none at all."""
     config = read_json(path, "readable JSON") if present(path) else None
-    return config if isinstance(config, dict) and config.get("format") == FORMAT else None
+    return config if isinstance(config, dict) and config.get("format") == FORMAT_NAME else None

@@ -73,7 +73,7 @@ def _live(module: Any) -> LiveState:
 
 
 def _build(part: Part, measure: str) -> Any:
-    """In the dtype and on the device of one of its own weights."""
+    """Build a part in the dtype and on the device of one of its own weights."""
     key = next(key for key, name in part.names.items() if name == measure)
     weight = part.state.tensors([key])[key]
     return part.build(weight.dtype, weight.device)

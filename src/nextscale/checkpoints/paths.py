@@ -8,13 +8,13 @@ from pathlib import Path
 from nextscale.errors import NextscaleError
 
 
-def as_path(given: str | Path) -> Path:
-    """With the home folder put in for `~`, where there is one."""
-    return Path(os.path.expanduser(given))
+def as_path(path: str | Path) -> Path:
+    """Convert to a path, with `~` expanded to the home folder where there is one."""
+    return Path(os.path.expanduser(path))
 
 
 def present(path: Path) -> bool:
-    """Whether there is something; a path that the system refuses to look at is an error of its own."""
+    """Whether a path exists; one that the system refuses to look at is an error of its own."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: a zero byte in the name

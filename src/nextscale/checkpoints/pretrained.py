@@ -14,9 +14,9 @@ import torch
 from nextscale.checkpoints.families import FAMILIES, WORDS, backbones, family_of, infer_config, rename
 from nextscale.checkpoints.family import Family
 from nextscale.checkpoints.files import StateFile, open_states
-from nextscale.checkpoints.int8 import opened
+from nextscale.checkpoints.int8 import dequantized
 from nextscale.checkpoints.load import Progress, build
-from nextscale.checkpoints.locate import Files
+from nextscale.checkpoints.locate import ModelFiles
 from nextscale.engine.schedule import PIXEL_BUDGETS
 from nextscale.errors import NextscaleError, choices
 from nextscale.models.base import Backbone
@@ -26,13 +26,13 @@ from nextscale.tokenizers.base import ImageTokenizer
 
 logger = logging.getLogger(__name__)
 
-TEXT = ("infinity", "hart")  # families that read prompts
-VERSION = 1  # of converted files
+TEXT_FAMILIES = ("infinity", "hart")  # families that read prompts
+FORMAT_VERSION = 1  # of converted files
 
 
 @dataclass(frozen=True)
 class Part:
-    """A module that can be built: which, and from which tensors."""
+    """A module that can be built: its class, its configuration and its tensors."""
 
     family: Family
     config: Any
@@ -82,7 +82,7 @@ class Blueprint:
         return WordEncoder(Lexicon(self.words), self.text.build(torch.float32, device))
 
 
-def read(files: Files) -> Blueprint:
+def read(files: ModelFiles) -> Blueprint:
     if files.converted is not None:
         return _converted(files.weights, files.converted)
     states = open_states(files.weights)
@@ -108,7 +108,7 @@ def _tokenizer_names(backbone: Part, spec: ModelSpec | None) -> list[str]:
 
 
 def official_part(states: list[StateFile], families: tuple[str, ...], config: Any = None) -> Part:
-    """A module with the official weights; unless given, its configuration is told by their shapes."""
+    """A module with the official weights; unless given, its configuration is inferred from their shapes."""
     family, state = _pick(states, families)
     names = rename(family, state.infos)
     return Part(family, infer_config(family, state, names) if config is None else config, state, names)
@@ -141,8 +141,9 @@ def assemble(backbone: Part, tokenizer: Part, spec: ModelSpec | None, source: Pa
 
 
 def _check_published_pair(weights: Path, tokenizer: Path, spec: ModelSpec) -> None:
-    """Some tokenizers have equal names and shapes inside and other codes, so only their file's name tells them apart.
+    """Raise an error for the tokenizer of another model.
 
+    Some have equal names and shapes inside and other codes, so only their file's name tells them apart.
     The published weights draw nonsense with any but their own. Weights that somebody trained further may go with
     another, and nothing in them tells with which.
     """
@@ -169,7 +170,7 @@ def _with_patchify(backbone: Part, tokenizer: Part) -> Part:
 
 
 def _require_pair(backbone: Part, tokenizer: Part) -> None:
-    """What the one predicts must be what the other decodes."""
+    """Raise an error unless the tokenizer decodes what the transformer predicts."""
     b, t, path = backbone.config, tokenizer.config, tokenizer.state.path
     if backbone.family.name == "infinity":
         if b.bits != t.code_dim * (4 if t.patchify else 1):
@@ -221,8 +222,8 @@ def describe(blueprint: Blueprint) -> dict[str, Any]:
 
 def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
     where = weights.with_name("config.json")
-    if config.get("version") != VERSION:
-        raise NextscaleError(f"{where} has version {config.get('version')!r}; this nextscale reads {VERSION}")
+    if config.get("version") != FORMAT_VERSION:
+        raise NextscaleError(f"{where} has version {config.get('version')!r}; this nextscale reads {FORMAT_VERSION}")
     try:
         if config["family"] not in backbones():
             raise NextscaleError(f"family = {config['family']!r} is not one of {choices(backbones())}")
@@ -235,21 +236,21 @@ def _converted(weights: Path, config: dict[str, Any]) -> Blueprint:
             words = text["words"]
             if len(Lexicon(words)) > configs["text"].tokens:
                 raise NextscaleError(f"{len(Lexicon(words))} words are more than {configs['text'].tokens} tokens")
-        told = {"name": config["model"], "pixel_budget": config["pixel_budget"], "text_encoder": config["text_encoder"]}
-        if config["family"] not in TEXT and (text or told["text_encoder"]):
+        fields = {"name": config["model"], **{name: config[name] for name in ("pixel_budget", "text_encoder")}}
+        if config["family"] not in TEXT_FAMILIES and (text or fields["text_encoder"]):
             raise NextscaleError(f"a model of the family {config['family']} reads class labels, not text")
-        for name, value in told.items():
+        for name, value in fields.items():
             if not isinstance(value, str) and (value is not None or name == "name"):
                 raise NextscaleError(f"{name} = {value!r} is not a text")
-        if told["pixel_budget"] not in (None, *PIXEL_BUDGETS):
-            raise NextscaleError(f"pixel_budget = {told['pixel_budget']!r} is not one of {choices(PIXEL_BUDGETS)}")
+        if fields["pixel_budget"] not in (None, *PIXEL_BUDGETS):
+            raise NextscaleError(f"pixel_budget = {fields['pixel_budget']!r} is not one of {choices(PIXEL_BUDGETS)}")
         spec = spec_of(configs["backbone"], configs["tokenizer"], config["model"])
-        spec = dataclasses.replace(spec, **told, defaults=Defaults(**_tuples(config["defaults"])))
+        spec = dataclasses.replace(spec, **fields, defaults=Defaults(**_tuples(config["defaults"])))
     except KeyError as error:
         raise NextscaleError(f"{where} is not a config of a converted model: it has no {error}") from None
     except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
         raise NextscaleError(f"{where} is not a config of a converted model: {error}") from None
-    state = opened(open_states(weights)[0])
+    state = dequantized(open_states(weights)[0])
     parts = {}
     for prefix, of in families.items():
         names = {key: key.removeprefix(f"{prefix}.") for key in state.infos if key.startswith(f"{prefix}.")}

@@ -14,17 +14,17 @@ from pathlib import Path
 from nextscale.io.locking import flock
 
 # Locks of network disks may hold on one machine only, so each looks after its own folders.
-PREFIX = f".nextscale-convert-{zlib.crc32(platform.node().encode()):08x}-"
+SCRATCH_PREFIX = f".nextscale-convert-{zlib.crc32(platform.node().encode()):08x}-"
 
 
 @contextlib.contextmanager
-def whole_folder(out: Path, names: tuple[str, ...]) -> Iterator[Path]:
-    """A new folder beside `out` for files of these names, which takes the place of `out` in the end."""
+def atomic_folder(out: Path, names: tuple[str, ...]) -> Iterator[Path]:
+    """Make a new folder beside `out` for files of these names, and rename it to `out` in the end."""
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(out.parent, names)
     with contextlib.ExitStack() as locks:
         while True:
-            scratch = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out.parent))
+            scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=out.parent))
             # Another process may take it for an abandoned one before it is locked: then there is none any more.
             if locks.enter_context(_locked(scratch, unsupported=True)) and scratch.exists():
                 break
@@ -39,7 +39,7 @@ def whole_folder(out: Path, names: tuple[str, ...]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path, unsupported: bool) -> Iterator[bool]:
-    """Whether its lock can be had, and then it is held; `unsupported` where the system has no locks of folders."""
+    """Try to lock a folder and hold the lock; return `unsupported` where the system has no locks of folders."""
     try:
         handle = os.open(folder, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
@@ -52,8 +52,8 @@ def _locked(folder: Path, unsupported: bool) -> Iterator[bool]:
 
 
 def _remove_abandoned(parent: Path, names: tuple[str, ...]) -> None:
-    """Folders with nothing but our files in them, whose owner is dead: its lock can be had."""
-    for folder in parent.glob(f"{PREFIX}*"):
+    """Remove folders with nothing but our files in them, whose owner is dead: its lock can be had."""
+    for folder in parent.glob(f"{SCRATCH_PREFIX}*"):
         with contextlib.suppress(OSError), _locked(folder, unsupported=False) as dead:
             if dead and set(os.listdir(folder)) <= set(names):
                 shutil.rmtree(folder, ignore_errors=True)

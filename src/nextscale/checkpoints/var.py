@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from nextscale.checkpoints.family import COMMON, Family, Shapes, autoencoder, count, heads_of
+from nextscale.checkpoints.family import COMMON_RENAMES, Family, Shapes, autoencoder, count, heads_of
 from nextscale.checkpoints.files import StateFile
 from nextscale.errors import NextscaleError
 from nextscale.models.registry import VAR_SIDES
@@ -65,7 +65,7 @@ FAMILY = Family(
     module=VAR,
     config=VARConfig,
     recognize=lambda keys: "class_emb.weight" in keys and "text_norm.weight" not in keys,
-    rename=(*COMMON, (r"^pos_1LC$", "position"), (r"^class_emb\.", "class_embed.")),
+    rename=(*COMMON_RENAMES, (r"^pos_1LC$", "position"), (r"^class_emb\.", "class_embed.")),
     ignored=r"(^|\.)(attn_bias_for_masking|lvl_1L|zero_k_bias)$",
     infer=_infer,
     tokenizer="vq",

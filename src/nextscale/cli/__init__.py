@@ -50,6 +50,6 @@ def options(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 a comparison failed or the machine gave up, 2 something given cannot be used,
-    70 a fault of ours, 130 stopped by Ctrl-C, 141 nobody reads the output any more."""
+    """Run the command line. Exit codes: 0 done, 1 a comparison failed or the machine gave up, 2 something given
+    cannot be used, 70 a fault of ours, 130 stopped by Ctrl-C, 141 nobody reads the output any more."""
     sys.exit(exit_code(app))

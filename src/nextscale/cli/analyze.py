@@ -17,9 +17,7 @@ from nextscale.cli.options import (
     Revision,
     Vae,
     Weights,
-    default_device,
-    default_dtype,
-    source_of,
+    load_pipeline,
 )
 
 
@@ -63,7 +61,6 @@ def analyze(
     """Draw the papers' figures for a model: entropies, spectra, layers, what methods keep."""
     from nextscale.io.writing import require_folder, require_writable
     from nextscale.methods.naming import parse_methods
-    from nextscale.pipeline import Pipeline
     from nextscale.research.analyze.band import read_prompts
     from nextscale.research.analyze.data import store
     from nextscale.research.analyze.figures import Figure, get_figures
@@ -73,24 +70,16 @@ def analyze(
     from nextscale.research.analyze.style import require_matplotlib
 
     wanted = get_figures(figures)
-    asked = None if methods is None else parse_methods(methods)
+    chosen = None if methods is None else parse_methods(methods)
     require_folder(out)
     if report is not None:
         require_writable(report)
     require_matplotlib()
-    device = device or default_device()
-    pipe = Pipeline.from_pretrained(
-        source_of(model, weights),
-        model=model,
-        vae=vae,
-        dtype=dtype or default_dtype(device),
-        device=device,
-        revision=revision,
-    )
+    pipe = load_pipeline(model, weights, device, dtype, vae=vae, revision=revision)
     labels = pipe.backbone.prompts == "label"
     size: dict[str, Any] = {"aspect_ratio": aspect_ratio, "pixel_budget": pixel_budget}
     subject = read_prompt(prompt) if labels else prompt
-    study = Study(pipe, subject, seed, [] if prompts is None else read_prompts(prompts, labels), asked, size)
+    study = Study(pipe, subject, seed, [] if prompts is None else read_prompts(prompts, labels), chosen, size)
     drawn: dict[Path, tuple[Figure, Path]] = {}
     with warnings_once():
         study.check(any(f.runs_methods for f in wanted), any(f.needs_nova for f in wanted))
@@ -104,7 +93,7 @@ def analyze(
         grids = pipe.schedule(**size).grids
         facts = {
             "seed": seed,
-            "prompts of the band": "only this one" if prompts is None else f"{len(study.asked)} of {prompts.name}",
+            "prompts of the band": "only this one" if prompts is None else f"{len(study.prompts)} of {prompts.name}",
             "schedule": ", ".join(f"{h}×{w}" for h, w in grids),
             "methods": ", ".join(study.methods or ()),
         }

@@ -14,10 +14,8 @@ from nextscale.cli.options import (
     SkipBad,
     Vae,
     Weights,
-    default_device,
-    default_dtype,
+    load_pipeline,
     method_of,
-    source_of,
 )
 
 app = typer.Typer(help="Fit a method's settings to a model.", no_args_is_help=True)
@@ -41,18 +39,8 @@ def toprovar(
     """tau, beta and a_max of ToProVAR, as a preset."""
     from nextscale.research.calibrate.toprovar import calibrate_toprovar
 
-    _run(
-        calibrate_toprovar,
-        prompts,
-        out,
-        model,
-        weights,
-        vae,
-        device,
-        skip_bad,
-        target=target,
-        guidance_scale=guidance_scale,
-    )
+    options = {"target": target, "guidance_scale": guidance_scale}
+    _run(calibrate_toprovar, prompts, out, model, weights, vae, device, skip_bad, options)
 
 
 @app.command()
@@ -70,18 +58,8 @@ def skipvar(
     """SkipVAR's decision (needs scikit-learn: pip install 'nextscale[calibrate]')."""
     from nextscale.research.calibrate.skipvar import calibrate_skipvar
 
-    _run(
-        calibrate_skipvar,
-        prompts,
-        out,
-        model,
-        weights,
-        vae,
-        device,
-        skip_bad,
-        target=target,
-        guidance_scale=guidance_scale,
-    )
+    options = {"target": target, "guidance_scale": guidance_scale}
+    _run(calibrate_skipvar, prompts, out, model, weights, vae, device, skip_bad, options)
 
 
 @app.command()
@@ -102,19 +80,8 @@ def shares(
     """The share of tokens that a method drops at each scale, as a table for NOVA(scale_linkage=False)."""
     from nextscale.research.calibrate.shares import measure_shares
 
-    measured = method_of(method, None, set_)
-    _run(
-        measure_shares,
-        prompts,
-        out,
-        model,
-        weights,
-        vae,
-        device,
-        skip_bad,
-        method=measured,
-        guidance_scale=guidance_scale,
-    )
+    options = {"method": method_of(method, None, set_), "guidance_scale": guidance_scale}
+    _run(measure_shares, prompts, out, model, weights, vae, device, skip_bad, options)
 
 
 def _run(
@@ -126,21 +93,17 @@ def _run(
     vae: str | None,
     device: str | None,
     skip_bad: bool,
-    **options: Any,
+    options: dict[str, Any],
 ) -> None:
     from nextscale.io.reading import read_lines
     from nextscale.io.writing import as_json, atomic_write, require_writable
-    from nextscale.pipeline import Pipeline
     from nextscale.research.calibrate import require_enough
-    from nextscale.research.prompt_files import bad_prompts, refuse, skipped
+    from nextscale.research.prompt_checks import bad_prompts, refuse, skipped
 
     require_writable(out)
     lines = read_lines(prompts)
     require_enough(lines)  # before a model is loaded for nothing
-    device = device or default_device()
-    pipe = Pipeline.from_pretrained(
-        source_of(model, weights), model=model, vae=vae, dtype=default_dtype(device), device=device
-    )
+    pipe = load_pipeline(model, weights, device, vae=vae)
     label = pipe.backbone.prompts == "label"
     asked: list[Any] = [
         (int(line) if label and line.isdecimal() and len(line) < 10 else line, number) for number, line in lines

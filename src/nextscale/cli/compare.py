@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,16 +21,14 @@ from nextscale.cli.options import (
     Vae,
     Weights,
     console,
-    default_device,
-    default_dtype,
+    load_pipeline,
     method_of,
-    source_of,
 )
 from nextscale.errors import NextscaleError
 
 if TYPE_CHECKING:
     from nextscale.methods.base import Method
-    from nextscale.research.analyze.runs import Made
+    from nextscale.research.analyze.runs import MethodResult
 
 
 def compare(
@@ -68,10 +65,9 @@ def compare(
 ) -> None:
     """Make a picture without and with methods; draw the pictures, their differences and where each computed."""
     from nextscale.io.images import image_paths
-    from nextscale.io.writing import atomic_write, require_writable
-    from nextscale.pipeline import Pipeline
+    from nextscale.io.writing import as_json, atomic_write, require_writable
     from nextscale.research.analyze.comparison import draw_comparison
-    from nextscale.research.analyze.runs import make_all, warnings_once
+    from nextscale.research.analyze.runs import compare_methods, warnings_once
     from nextscale.research.analyze.sheet import draw_sheet
     from nextscale.research.analyze.style import require_matplotlib
 
@@ -80,31 +76,23 @@ def compare(
         require_writable(json_)
     require_matplotlib()
     asked = _methods(methods, method, preset, set_)
-    device = device or default_device()
-    pipe = Pipeline.from_pretrained(
-        source_of(model, weights),
-        model=model,
-        vae=vae,
-        dtype=dtype or default_dtype(device),
-        device=device,
-        revision=revision,
-    )
+    pipe = load_pipeline(model, weights, device, dtype, vae=vae, revision=revision)
     subject = read_prompt(prompt) if pipe.backbone.prompts == "label" else prompt
     with warnings_once():
-        made = make_all(pipe, subject, asked, seed, aspect_ratio=aspect_ratio, pixel_budget=pixel_budget)
+        results = compare_methods(pipe, subject, asked, seed, aspect_ratio=aspect_ratio, pixel_budget=pixel_budget)
     if methods is None:
-        plain, fast = (m.output for m in made)
+        plain, fast = (m.output for m in results)
         comparison = draw_comparison(plain, fast, prompt, path)
         typer.echo(fast.trace.summary())
         typer.echo(comparison)
     else:
-        draw_sheet(made, subject, path)
-        _print_table(made)
+        draw_sheet(results, subject, path)
+        _print_table(results)
     if json_ is not None:
-        header = {k: v for k, v in made[0].output.trace.header.items() if k != "method"}
-        told = {**header, "prompt": subject, "seed": seed, "methods": [m.row() for m in made]}
+        header = {k: v for k, v in results[0].output.trace.header.items() if k != "method"}
+        table = {**header, "prompt": subject, "seed": seed, "methods": [m.row() for m in results]}
         with atomic_write(json_) as file:
-            file.write((json.dumps(told, indent=1, ensure_ascii=False) + "\n").encode())
+            file.write(as_json(table))
         typer.echo(f"wrote {json_}")
     typer.echo(f"wrote {path}")
 
@@ -122,7 +110,7 @@ def _methods(several: str | None, one: str | None, preset: str | None, settings:
     return found
 
 
-def _print_table(made: Sequence[Made]) -> None:
+def _print_table(results: Sequence[MethodResult]) -> None:
     from rich.table import Table
 
     from nextscale.methods.naming import PLAIN
@@ -131,7 +119,7 @@ def _print_table(made: Sequence[Made]) -> None:
     table = Table("method", box=None, pad_edge=False)
     for name in ("seconds", "ratio", "tokens", "of plain", "PSNR", "SSIM", "perceptual"):
         table.add_column(name, justify="right")
-    for m in made:
+    for m in results:
         alike = (
             ("–", "–", "–")
             if m.name == PLAIN

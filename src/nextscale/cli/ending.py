@@ -95,7 +95,7 @@ def _explain_usage(error: Any) -> int:
 
 
 def _keep(error: Exception) -> str:
-    """Where the traceback is now. A file that only its owner may read, for it quotes the command line."""
+    """Write the traceback and say where. A file that only its owner may read, for it quotes the command line."""
     torch = sys.modules.get("torch")
     lines = [
         f"nextscale {__version__}, python {platform.python_version()} on {platform.platform()}, "
@@ -161,7 +161,7 @@ def _say(line: str) -> None:
 
 
 def _flushed(code: int) -> int:
-    """Python would complain of what it cannot flush at its very end."""
+    """Flush the output now, as Python would complain of it at its very end."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

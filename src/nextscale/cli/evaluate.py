@@ -15,9 +15,7 @@ from nextscale.cli.options import (
     SkipBad,
     Weights,
     console,
-    default_device,
-    default_dtype,
-    source_of,
+    load_pipeline,
 )
 from nextscale.errors import NextscaleError
 
@@ -27,6 +25,9 @@ Quick = Annotated[bool, typer.Option("--quick", help="4 prompts of each task, on
 Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of each task. Default: all 60.")]
 Seeds = Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")]
 Batch = Annotated[int, typer.Option(min=1, help="Pictures at a time; seconds are per picture of such a batch.")]
+Reference = Annotated[
+    bool, typer.Option(help="Also as many plain pictures of other seeds, for Fréchet and kernel distance.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No bars.")]
 QUICK = 4  # prompts of each task
 
@@ -42,9 +43,7 @@ def scenes(
     prompts: Prompts = None,
     seeds: Seeds = 2,
     batch: Batch = 1,
-    reference: Annotated[
-        bool, typer.Option(help="Also as many plain pictures of other seeds, for Fréchet and kernel distance.")
-    ] = False,
+    reference: Reference = False,
     model: Model = None,
     weights: Weights = None,
     device: Device = None,
@@ -57,13 +56,13 @@ def scenes(
     from nextscale.methods.naming import parse_methods
     from nextscale.research.analyze.runs import require_start
     from nextscale.research.evaluate import session
-    from nextscale.research.evaluate.report import Report
+    from nextscale.research.evaluate.report import EvaluationReport
 
     asked = parse_methods(methods)
     with session.at_work(out):
         bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
         require_start(bench.pipe, asked, **bench.size)
-        report = Report(bench.items, bench.run(asked, reference, False if quiet else None))
+        report = EvaluationReport(bench.items, bench.run(asked, reference, False if quiet else None))
         rows = report.rows()
         session.save(bench, asked, report, rows)
     _print(rows, bench, "seconds", {})
@@ -83,9 +82,7 @@ def sweep(
     prompts: Prompts = None,
     seeds: Seeds = 1,
     batch: Batch = 1,
-    reference: Annotated[
-        bool, typer.Option(help="Also as many plain pictures of other seeds, for Fréchet and kernel distance.")
-    ] = False,
+    reference: Reference = False,
     model: Model = None,
     weights: Weights = None,
     device: Device = None,
@@ -100,7 +97,7 @@ def sweep(
     from nextscale.research.evaluate import session
     from nextscale.research.evaluate.curve import best, draw_curves
     from nextscale.research.evaluate.presets import presets, write_presets
-    from nextscale.research.evaluate.report import COSTS, Report
+    from nextscale.research.evaluate.report import COSTS, EvaluationReport
     from nextscale.research.evaluate.sweep import read_sweep
 
     if cost not in COSTS:
@@ -112,16 +109,16 @@ def sweep(
     with contextlib.nullcontext() if so_far else session.at_work(out):
         bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
         if so_far:
-            bench.items = bench.items[: bench.made(asked, reference)]
+            bench.items = bench.items[: bench.complete_items(asked, reference)]
             if not bench.items:
                 raise NextscaleError(f"{out} holds no picture that all methods have drawn yet")
         require_start(bench.pipe, asked, **bench.size)
-        report = Report(bench.items, bench.run(asked, reference, False if quiet else None), cost)
+        report = EvaluationReport(bench.items, bench.run(asked, reference, False if quiet else None), cost)
         # A curve begins where nothing is left out.
         others = {c: ("none", *plan.curves[c]) for c in against.split(",") if c in plan.curves}
         rows = report.rows(others)
         session.save(bench, asked, report, rows)
-        qualities = ("scenes", "psnr", "perceptual") if bench.perceive else ("scenes", "psnr", "ssim")
+        qualities = ("scenes", "psnr", "perceptual") if bench.with_features else ("scenes", "psnr", "ssim")
         title = f"{bench.pipe.spec.name}, {len(bench.items)} pictures, {bench.pipe.device.type}"
         draw_curves(rows, plan.curves, out / "curve.png", cost, qualities, title)
         where = f"nextscale eval sweep {name} --cost {cost}: {title}"
@@ -144,28 +141,30 @@ def make_bench(
     pixel_budget: str | None,
     skip_bad: bool,
 ) -> Any:
-    from nextscale.pipeline import Pipeline
     from nextscale.research.evaluate import session
     from nextscale.research.evaluate.bench import Bench, make_items
     from nextscale.research.evaluate.features import why_missing
-    from nextscale.research.evaluate.scenes import read_asks, some_of
-    from nextscale.research.prompt_files import bad_prompts, refuse
+    from nextscale.research.evaluate.scenes import first_per_task, read_scene_prompts
+    from nextscale.research.prompt_checks import bad_prompts, refuse
 
-    asks = read_asks()
+    scene_prompts = read_scene_prompts()
     per_task = prompts or (QUICK if quick else None)
-    asks = asks if per_task is None else some_of(asks, per_task)
-    device = device or default_device()
-    pipe = Pipeline.from_pretrained(
-        source_of(model, weights), model=model, dtype=dtype or default_dtype(device), device=device, progress_bar=False
-    )
+    scene_prompts = scene_prompts if per_task is None else first_per_task(scene_prompts, per_task)
+    pipe = load_pipeline(model, weights, device, dtype, progress_bar=False)
     if pipe.backbone.prompts == "label":
         raise NextscaleError(f"the scenes are asked for in words, but {pipe.spec.name} takes class labels")
-    bad = bad_prompts(pipe, [(ask.prompt, f"the scenes, {ask.task}, {ask.prompt!r}") for ask in asks])
-    refuse(bad, skip_bad, len(asks))
+    bad = bad_prompts(
+        pipe,
+        [
+            (scene_prompt.prompt, f"the scenes, {scene_prompt.task}, {scene_prompt.prompt!r}")
+            for scene_prompt in scene_prompts
+        ],
+    )
+    refuse(bad, skip_bad, len(scene_prompts))
     left_out = {b.prompt for b in bad}
-    asks = [ask for ask in asks if ask.prompt not in left_out]
+    scene_prompts = [scene_prompt for scene_prompt in scene_prompts if scene_prompt.prompt not in left_out]
     size = {} if pixel_budget is None else {"pixel_budget": pixel_budget}
-    items = make_items(asks, 1 if quick else seeds)
+    items = make_items(scene_prompts, 1 if quick else seeds)
     bench = Bench(pipe, items, batch, out, why_missing() is None, size, bad)
     session.open_folder(bench)
     return bench
@@ -197,7 +196,7 @@ def _print(rows: Any, bench: Any, cost: str, others: dict[str, Any]) -> None:
     typer.echo(f"{len(bench.items)} pictures of {bench.pipe.spec.name} on {where}; speed = plain seconds / seconds")
     if bench.skipped:
         typer.echo(f"{len(bench.skipped)} prompts were skipped; {session.RESULTS} lists them")
-    if not bench.perceive:
+    if not bench.with_features:
         typer.echo("no perceptual distance: pip install 'nextscale[eval]'")
     if weak := session.unreliable_tasks():
         typer.echo(f"the recognizer is not reliable in: {', '.join(weak)}")

@@ -17,10 +17,8 @@ from nextscale.cli.options import (
     SkipBad,
     Vae,
     Weights,
-    default_device,
-    default_dtype,
+    load_pipeline,
     method_of,
-    source_of,
 )
 
 
@@ -55,39 +53,31 @@ def export(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no summary.")] = False,
 ) -> None:
     """Write the pictures of a benchmark as its official scorer reads them."""
-    from nextscale.pipeline import Pipeline
-    from nextscale.research.export.folder import Folder
+    from nextscale.research.export.folder import ExportFolder
+    from nextscale.research.export.plan import ExportPlan, Shard
     from nextscale.research.export.run import export as run
-    from nextscale.research.export.work import Shard, Work
 
     part = Shard.parse(shard)
-    work = Work.read(benchmark, prompts, images, seed, skip_bad)
-    folder = Folder(out, part)  # looked at before a model is loaded for nothing
+    plan = ExportPlan.read(benchmark, prompts, images, seed, skip_bad)
+    folder = ExportFolder(out, part)  # looked at before a model is loaded for nothing
     folder.require_unlocked()
-    folder.check(work, work.settings(), resume)
+    folder.check(plan, plan.settings(), resume)
     reduction = method_of(method, preset, set_)
-    device = device or default_device()
-    pipe = Pipeline.from_pretrained(
-        source_of(model, weights),
-        model=model,
-        vae=vae,
-        text_encoder=text_encoder,
-        dtype=dtype or default_dtype(device),
-        device=device,
-        revision=revision,
-        progress_bar=False if quiet else None,
+    show = False if quiet else None
+    pipe = load_pipeline(
+        model, weights, device, dtype, vae=vae, text_encoder=text_encoder, revision=revision, progress_bar=show
     )
     pipe.progress_bar = False  # one bar for all pictures, not one for each
     done = run(
         pipe,
-        work,
+        plan,
         out,
         method=reduction,
         shard=part,
         batch=batch,
         resume=resume,
         pixel_budget=pixel_budget,
-        progress_bar=False if quiet else None,
+        progress_bar=show,
         guidance_scale=guidance_scale,
         temperature=temperature,
         top_k=top_k,

@@ -19,10 +19,8 @@ from nextscale.cli.options import (
     Settings,
     Vae,
     Weights,
-    default_device,
-    default_dtype,
+    load_pipeline,
     method_of,
-    source_of,
 )
 from nextscale.errors import NextscaleError
 
@@ -74,22 +72,19 @@ def generate(
     """Make pictures of a prompt."""
     from nextscale.io.images import Previews, image_paths, save_all
     from nextscale.io.writing import require_writable
-    from nextscale.pipeline import Pipeline
 
     paths = image_paths(out, images)
     if trace is not None:
         require_writable(trace)
     previews = None if preview is None else Previews(preview)
     reduction = method_of(method, preset, set_)
-    source = source_of(model, weights)
-    device = device or default_device()
-    pipe = Pipeline.from_pretrained(
-        source,
-        model=model,
+    pipe = load_pipeline(
+        model,
+        weights,
+        device,
+        dtype,
         vae=vae,
         text_encoder=text_encoder,
-        dtype=dtype or default_dtype(device),
-        device=device,
         revision=revision,
         runtime=runtime,
         quantize=quantize,

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import typer
 
 from nextscale.cli.options import console
+from nextscale.version import __version__, installed_version
 
 
 def models() -> None:
@@ -38,23 +38,16 @@ def env() -> None:
 
     from nextscale.kernels.sdpa import backends
 
-    typer.echo(f"nextscale       {_version('nextscale')}")
+    typer.echo(f"nextscale       {__version__}")
     typer.echo(f"python          {platform.python_version()} on {platform.platform()}")
     typer.echo(
         f"torch           {torch.__version__} (CUDA {torch.version.cuda or 'no'}), {torch.get_num_threads()} threads"
     )
     for name in ("transformers", "safetensors", "huggingface_hub", "triton"):
-        typer.echo(f"{name:<15} {_version(name)}")
+        typer.echo(f"{name:<15} {installed_version(name) or 'not installed'}")
     typer.echo(f"devices         {', '.join(_devices())}")
     for device, names in backends().items():
         typer.echo(f"attention       {device}: {', '.join(names)}")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _devices() -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from nextscale.methods import Method
+    from nextscale.pipeline import Pipeline
 
 Prompt = Annotated[str, typer.Argument(help="What the picture shows, or a class number for VAR.")]
 PixelBudget = Annotated[
@@ -63,13 +64,24 @@ Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one
 
 
 def console() -> Console:
-    """On a pipe or a narrow terminal, long lines: a cut name is no name. What is shown is no markup."""
+    """Make a console with long lines on a pipe or narrow terminal: a cut name is no name."""
     from rich.console import Console
 
     plain = Console(markup=False, emoji=False, highlight=False)
     if not sys.stdout.isatty():
         plain.width = 200
     return plain if plain.width >= 80 else Console(width=80, markup=False, emoji=False, highlight=False)
+
+
+def load_pipeline(
+    model: str | None, weights: str | None, device: str | None, dtype: str | None = None, **options: Any
+) -> Pipeline:
+    """Load what --model, --weights, --device and --dtype name; `options` are those of `from_pretrained`."""
+    from nextscale.pipeline import Pipeline
+
+    source, device = source_of(model, weights), device or default_device()
+    dtype = dtype or default_dtype(device)
+    return Pipeline.from_pretrained(source, model=model, dtype=dtype, device=device, **options)
 
 
 def source_of(model: str | None, weights: str | None) -> str:
@@ -83,7 +95,7 @@ def source_of(model: str | None, weights: str | None) -> str:
 
 
 def method_of(name: str | None, preset: str | None, settings: list[str]) -> Method | None:
-    """`--method nova --preset paper --set alpha=0.4`, or the same in one word: `nova:paper;alpha=0.4`."""
+    """Read `--method nova --preset paper --set alpha=0.4`, or the same in one word: `nova:paper;alpha=0.4`."""
     from nextscale.methods import Compose
     from nextscale.methods.naming import parse_method, with_settings
 

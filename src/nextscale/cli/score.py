@@ -38,14 +38,14 @@ def score(
         require_writable(out)
     scores = compute(folder, asked, reference, prompts, device or default_device(), False if quiet else None)
     if out is not None:
-        told = {
+        content = {
             "folder": str(folder),
             "reference": None if reference is None else str(reference),
             "prompts": None if prompts is None else str(prompts),
             "metrics": {s.metric.name: s.to_dict() for s in scores},
         }
         with atomic_write(out) as file:
-            file.write(as_json(told))
+            file.write(as_json(content))
     if quiet:
         return
     from rich.table import Table
@@ -53,7 +53,7 @@ def score(
     table = Table("metric", "value", "95 % interval", "better", "pictures", "what", box=None, pad_edge=False)
     for s in scores:
         between = "-" if s.interval is None else f"{s.interval[0]:.4g} to {s.interval[1]:.4g}"
-        count = str(s.pictures) if s.interval is not None else f"{s.pictures} and {s.references}"
+        count = str(s.images) if s.interval is not None else f"{s.images} and {s.references}"
         better = "higher" if s.metric.higher else "lower"
         table.add_row(s.metric.name, f"{s.value:.4g}", between, better, count, s.metric.summary)
     console().print(table)

@@ -8,7 +8,7 @@ import typer
 from nextscale.cli.options import console
 
 if TYPE_CHECKING:
-    from nextscale.research.verify import Report
+    from nextscale.research.verify import Verification
 
 
 def verify(
@@ -29,14 +29,14 @@ def verify(
     report = play(case, mutate="" if mutate else None, keep_pictures=bool(paths), device=as_device(device))
     show(report)
     if paths:
-        from nextscale.research.verify.picture import sheet
+        from nextscale.research.verify.sheet import sheet
 
         save_all([sheet(report)], paths)
         typer.echo(f"wrote {paths[0]}")
     raise typer.Exit(0 if report.ok else 1)
 
 
-def show(report: Report) -> None:
+def show(report: Verification) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -54,8 +54,8 @@ def show(report: Report) -> None:
             error, allowed, verdict = f"{c.error:g}", "equal", "equal" if c.ok else "NOT EQUAL"
         else:
             error, allowed, verdict = f"{c.error:.1e}", f"{c.tolerance:g}", "ok" if c.ok else "OFF"
-        told = Text(verdict) if c.ok else Text.assemble((verdict, "red"), f", first {c.first_off}")
-        table.add_row(c.quantity, str(c.tensors), error, allowed, told)
+        text = Text(verdict) if c.ok else Text.assemble((verdict, "red"), f", first {c.first_off}")
+        table.add_row(c.quantity, str(c.tensors), error, allowed, text)
     console().print(table)
     if report.mutated:
         typer.echo(f"one number of {report.mutated} was changed before the runs")

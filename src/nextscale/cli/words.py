@@ -15,9 +15,9 @@ def words(
 ) -> None:
     """List what a model with a closed vocabulary can draw; other ways to say it stand in brackets."""
     from nextscale.checkpoints import locate, pretrained
-    from nextscale.text.words import KINDS, Lexicon
+    from nextscale.text.words import ENTRY_KINDS, Lexicon
 
-    kinds = KINDS[:-1]  # filler words mean nothing
+    kinds = ENTRY_KINDS[:-1]  # filler words mean nothing
     if kind is not None and kind not in kinds:
         raise NextscaleError(f"unknown kind {kind!r}; allowed: {choices(kinds)}")
     plan = pretrained.read(locate.locate(source_of(model, weights), model, None, locate.Hub()))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError
 from nextscale.io.arguments import is_single, read_list, read_number
-from nextscale.kernels.bit_sampling import fused_combine, takes
+from nextscale.kernels import bit_sampling
 
 # Of the host; or in float64 on the device, where a captured scale reads it: [], or [B] where images have their own.
 Number = float | Tensor
@@ -35,14 +35,14 @@ def ramp(value: float | Sequence[float], scales: int) -> tuple[float, ...]:
     return tuple(1 + e for e in extra)
 
 
-def told(number: Number) -> TypeGuard[Tensor]:
+def on_device(number: Number) -> TypeGuard[Tensor]:
     """Whether only the device knows its value, so that no code may depend on it."""
     return isinstance(number, Tensor)
 
 
 def as_of(number: Number, like: Tensor) -> Number:
     """As exactly as torch reads a number of the host: casting it once is faster than at every place."""
-    return beside(number, like).to(like.dtype) if told(number) else number
+    return beside(number, like).to(like.dtype) if on_device(number) else number
 
 
 def beside(numbers: Tensor, like: Tensor) -> Tensor:
@@ -50,32 +50,32 @@ def beside(numbers: Tensor, like: Tensor) -> Tensor:
     return numbers.view(-1, *(1,) * (like.ndim - 1)) if numbers.ndim else numbers
 
 
-def combine(rows: Tensor, images: int, guided: Tensor | None, weight: Number, by: Number = 1.0) -> Tensor:
+def guide(rows: Tensor, images: int, guided: Tensor | None, weight: Number, by: Number = 1.0) -> Tensor:
     """Rows [conditional of every image, unconditional of the guided ones], multiplied with `by` -> one per image.
 
     `guided` holds the places of the guided images among the conditional rows; None = all or nothing.
     """
-    if takes(rows) and (told(weight) or weight != 1) and guided is None and len(rows) == 2 * images:
-        return fused_combine(rows, images, weight, by)
-    rows = rows.mul(as_of(by, rows)) if told(by) or by != 1 else rows
+    if bit_sampling.supports(rows) and (on_device(weight) or weight != 1) and guided is None and len(rows) == 2 * images:
+        return bit_sampling.fused_combine(rows, images, weight, by)
+    rows = rows.mul(as_of(by, rows)) if on_device(by) or by != 1 else rows
     conditional, unconditional = rows[:images], rows[images:]
-    if not len(unconditional) or (not told(weight) and weight == 1):
+    if not len(unconditional) or (not on_device(weight) and weight == 1):
         return conditional
     guided = None if guided is None else guided.to(rows.device)
     alone = conditional if guided is None else conditional[guided]
     mixed = as_of(weight, rows) * alone + as_of(1 - weight, rows) * unconditional
-    if told(weight):  # nothing of a row that is infinite is not a number
+    if on_device(weight):  # nothing of a row that is infinite is not a number
         mixed = torch.where(beside(weight == 1, alone), alone, mixed)
     return mixed if guided is None else conditional.index_copy(0, guided, mixed)
 
 
-def combine_inside(rows: Tensor, images: int, guided: Tensor | None, weight: Number) -> Tensor:
+def guide_hidden(rows: Tensor, images: int, guided: Tensor | None, weight: Number) -> Tensor:
     """Guidance between two blocks: both rows of a guided image go on with the combined state."""
-    if len(rows) == images or (not told(weight) and weight == 1):
+    if len(rows) == images or (not on_device(weight) and weight == 1):
         return rows
-    mixed = combine(rows, images, guided, weight)
+    mixed = guide(rows, images, guided, weight)
     mixed = torch.cat((mixed, mixed if guided is None else mixed[guided.to(rows.device)]))
-    if not told(weight):
+    if not on_device(weight):
         return mixed
     none = weight == 1
     return torch.where(beside(torch.cat((none, none)) if none.ndim else none, rows), rows, mixed)

@@ -8,7 +8,7 @@ import torch
 
 from nextscale.engine.schedule import Schedule
 from nextscale.errors import NextscaleError
-from nextscale.io.devices import memory_of
+from nextscale.io.devices import total_memory
 from nextscale.models.base import Backbone
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -37,7 +37,7 @@ class Estimate:
 
     def require(self, device: torch.device, images: int, schedule: Schedule) -> None:
         """That a device has as much."""
-        have = memory_of(device)
+        have = total_memory(device)
         if have is not None and self.total > have:
             raise NextscaleError(
                 f"{images} images of {len(schedule)} scales need about {self.total / GIB:.0f} GiB, but {device} has "
@@ -69,7 +69,7 @@ def estimate(
     logits = 4 * backbone.logits_per_token
     return Estimate(
         weights=weights,
-        text=2 * item * backbone.depth * rows * text_length * width if "cross" in backbone.parts else 0,
+        text=2 * item * backbone.depth * rows * text_length * width if "cross" in backbone.sublayers else 0,
         kv_cache=2 * item * backbone.depth * rows * (backbone.context + schedule.tokens) * width,
         # Rows of logits, and what sampling makes of those of every image: filtered, sorted, probabilities, noise.
         blocks=tokens * (rows * max(per_token, logits) + images * 5 * logits),

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nextscale.engine.trace import TracedImage
 from nextscale.errors import NextscaleError
-from nextscale.io.arguments import is_single, read_count, read_list, shown
+from nextscale.io.arguments import is_single, read_count, read_list, short_repr
 from nextscale.models.base import Backbone
-from nextscale.models.infinity import InfinityConfig, TextCondition
+from nextscale.models.infinity import InfinityConfig
+from nextscale.models.text_conditioning import TextCondition
 
-if TYPE_CHECKING:
-    from nextscale.pipeline import Pipeline
+Encode = Callable[[list[str]], list[Tensor]]  # texts -> features [length, dim]
 
 
 class Prompts(ABC):
@@ -26,8 +26,8 @@ class Prompts(ABC):
     encodes: bool = False  # whether a text encoder is needed
 
     @abstractmethod
-    def condition(self, pipe: Pipeline) -> Any:
-        """What the backbone's `begin` takes."""
+    def condition(self, encode: Encode, device: torch.device, text_buckets: tuple[int, ...]) -> Any:
+        """Make what the backbone reads; texts are padded to one of `text_buckets` tokens."""
 
     @abstractmethod
     def traced(self, seeds: Sequence[int | None]) -> list[TracedImage]:
@@ -43,8 +43,8 @@ class Labels(Prompts):
     def images(self) -> int:  # type: ignore[override]
         return len(self.labels) * self.repeat
 
-    def condition(self, pipe: Pipeline) -> Tensor:
-        return torch.tensor(self.labels, device=pipe.device).repeat_interleave(self.repeat)
+    def condition(self, encode: Encode, device: torch.device, text_buckets: tuple[int, ...]) -> Tensor:
+        return torch.tensor(self.labels, device=device).repeat_interleave(self.repeat)
 
     def traced(self, seeds: Sequence[int | None]) -> list[TracedImage]:
         return [TracedImage(seed, label=self.labels[i // self.repeat]) for i, seed in enumerate(seeds)]
@@ -88,7 +88,7 @@ class Texts(Prompts):
     def encodes(self) -> bool:  # type: ignore[override]
         return bool(self.prompts or any(self.negatives or ()))
 
-    def condition(self, pipe: Pipeline) -> TextCondition:
+    def condition(self, encode: Encode, device: torch.device, text_buckets: tuple[int, ...]) -> TextCondition:
         texts: list[Any] | None = self.embeds
         negatives: list[Any] | None = self.negative_embeds
         if texts is None or (negatives is None and self.negatives is not None):
@@ -96,11 +96,11 @@ class Texts(Prompts):
             unique = list(dict.fromkeys(asked))
             features: dict[str, Tensor | None] = {"": None}  # no negative prompt, as in the official code
             if unique:
-                features.update(zip(unique, pipe.encode_prompt(unique), strict=True))
+                features.update(zip(unique, encode(unique), strict=True))
             texts = texts or [features[p] for p in self.prompts or ()]
             negatives = negatives or ([features[p] for p in self.negatives] if self.negatives else None)
         unwanted = None if negatives is None else self._each(negatives)
-        return TextCondition(self._each(texts), unwanted, pipe.executor.text_slots)
+        return TextCondition(self._each(texts), unwanted, text_buckets)
 
     def _each(self, values: list[Any]) -> list[Any]:
         return [v for v in values for _ in range(self.repeat)]
@@ -144,9 +144,9 @@ def read_strings(value: Any, name: str) -> list[str]:
     values: list[Any] = [value] if single else list(value)
     for v in values:
         if not isinstance(v, str):
-            raise NextscaleError(f"{name} must be text or a list of texts, not {shown(v)}")
+            raise NextscaleError(f"{name} must be text or a list of texts, not {short_repr(v)}")
         if any("\ud800" <= letter <= "\udfff" for letter in v):  # bytes of a command line that were no UTF-8
-            raise NextscaleError(f"{name} holds broken characters: {shown(v)}")
+            raise NextscaleError(f"{name} holds broken characters: {short_repr(v)}")
     return values
 
 
@@ -154,9 +154,9 @@ def _features(value: Any, name: str, config: InfinityConfig) -> list[Tensor]:
     one = isinstance(value, Tensor) and value.ndim == 2
     rows = [value] if one else read_list(value, name, "a tensor or a list of tensors")
     for row in rows:
-        if not isinstance(row, Tensor) or row.ndim != 2 or not config.reads(*row.shape):
-            shape = list(row.shape) if isinstance(row, Tensor) else shown(row)
+        if not isinstance(row, Tensor) or row.ndim != 2 or not config.supports_text(*row.shape):
+            shape = list(row.shape) if isinstance(row, Tensor) else short_repr(row)
             raise NextscaleError(f"{name} must be [1..{config.text_length}, {config.text_dim}] per image, not {shape}")
         if not row.is_floating_point():
-            raise NextscaleError(f"{name} must be floating-point numbers, not {shown(row)}")
+            raise NextscaleError(f"{name} must be floating-point numbers, not {short_repr(row)}")
     return rows

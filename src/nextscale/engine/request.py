@@ -1,139 +1,121 @@
-"""One call of a pipeline: from what was asked for to pictures and their trace."""
+"""A request: what was asked for, read and checked in one place. It knows no pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from nextscale.engine.loop import Callback, ScaleEnd, generate
-from nextscale.engine.prompts import Prompts
-from nextscale.engine.rng import NoiseSource, PerImageNoise
-from nextscale.engine.sampling import Sampling
+from nextscale.engine.callback import Callback
+from nextscale.engine.model import Model
+from nextscale.engine.prompts import Prompts, read_prompts
+from nextscale.engine.rng import NoiseSource, PerImageNoise, read_noise
+from nextscale.engine.sampling import Sampling, read_forced
 from nextscale.engine.schedule import Schedule
-from nextscale.engine.trace import Costs, Trace
-from nextscale.io.devices import Clock, name_of
-from nextscale.io.images import as_output
-from nextscale.io.progress import bar
-from nextscale.methods.base import Method, Policy
-from nextscale.runtime.eager import Eager
-from nextscale.version import __version__
+from nextscale.engine.trace import TracedImage
+from nextscale.io.arguments import read_choice, require_callback
+from nextscale.io.images import OUTPUT_TYPES
+from nextscale.methods.base import Method
+from nextscale.methods.naming import read_method
+from nextscale.models.base import Backbone
 
 if TYPE_CHECKING:
-    from nextscale.pipeline import Pipeline
-
-
-@dataclass(frozen=True)
-class Output:
-    images: Any  # list of PIL images, or an array or tensor, as asked by `output_type`
-    trace: Trace
-    tokens: list[Tensor]  # per scale [B, N] indices or [B, N, d] bits, int32; -1 where an image did not run
-    seeds: list[int | None]  # None where a generator was given
+    from nextscale.runtime.base import Executor
 
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments that have been read and checked."""
-
-    pipe: Pipeline
-    prompts: Prompts
+    images: int
     schedule: Schedule
     sampling: Sampling
-    draws: NoiseSource
-    seeds: list[int | None]
-    forced: Sequence[Tensor]
-    method: Method | None
-    callback: Callback | None
-    output_type: str
-    condition: Any
-    clock: Clock  # its call has started, and the text is encoded
+    noise: NoiseSource
+    traced: list[TracedImage]  # who each image is
+    condition: Any = None  # the prompts, encoded
+    padded_batch: int = 0  # rows of the batch that is run; those behind `images` are padding
+    forced_tokens: Sequence[Tensor] = ()
+    callback: Callback | None = None
+    advance: Callable[[int], None] = lambda scales: None  # of a progress bar
+    prompts: Prompts | None = None
+    method: Method | None = None
+    output_type: str = "pil"
 
-    def make(self, executor: Eager) -> Output:
-        pipe, images, draws = self.pipe, self.prompts.images, self.draws
-        places = executor.places(images, pipe.backbone, draws, self.forced)
-        if isinstance(draws, PerImageNoise):
-            draws = draws.filled_up(places)
-        context = pipe.context(places, self.schedule, self.sampling)
-        policy = Policy(context) if self.method is None else self.method.begin(context)
-        traced = self.prompts.traced(self.seeds)
-        trace = Trace(Costs.of(pipe.backbone), self.schedule, traced, self.sampling.guided_until)
-        called: list[int] = []
-        with bar(pipe.spec.name, len(self.schedule), pipe.progress_bar) as advance:
-            run = generate(
-                pipe.backbone,
-                pipe.tokenizer,
-                self.condition,
-                self.schedule,
-                self.sampling,
-                draws,
-                policy,
-                images,
-                trace,
-                self.forced,
-                self._after_scale(executor, called),
-                executor,
-                advance,
-                places,
-            )
-        run.release()
-        self.clock.mark("generated")
-        features = run.maps.clone()  # outside inference mode, so that users may write into it
-        pictures = None if self.output_type == "latent" else pipe.start_decoding(features, executor)
-        # While a GPU decodes:
-        policy.conclude()
-        tokens = copied([t[:images] for t in run.tokens])
-        executor.check(pipe.backbone)
-        trace.header = self._header(executor)
-        made: Any = features
-        if pictures is not None:
-            finite = torch.isfinite(pictures).all()
-            made = as_output(pictures, self.output_type)
-            pipe.require_finite(finite)
-        self.clock.mark("done")
-        between = self.clock.between
-        aside = sum(between(f"callback {i}", f"after callback {i}") for i in range(len(called)))
-        trace.seconds = {
-            "text": between("started", "encoded"),
-            "transformer": max(between("encoded", "generated") - aside, 0.0),
-            **({} if self.callback is None else {"callbacks": aside}),
-            "decode": between("generated", "done"),
-            "total": between("started", "done"),
-        }
-        return Output(made, trace, tokens, self.seeds)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "padded_batch", max(self.padded_batch, self.images))
 
-    def _after_scale(self, executor: Eager, called: list[int]) -> Callback | None:
-        """The user's callback, with a clock: its time is not the transformer's. `called` gets the scales it saw."""
-        callback = self.callback
-        if callback is None:
-            return None
+    @property
+    def guided(self) -> bool:
+        return self.sampling.guided_until > 0
 
-        def after(end: ScaleEnd) -> bool | Tensor | None:
-            number = len(called)
-            self.clock.mark(f"callback {number}")
-            called.append(end.scale.index)
-            answer = callback(end.copied() if executor.overwrites else end)  # what it sees must outlive the next scale
-            self.clock.mark(f"after callback {number}")
-            return answer
+    def padded_for(self, executor: Executor, backbone: Backbone) -> Request:
+        """Pad the batch to a size that the executor is warmed up for."""
+        rows = executor.padded_batch(self.images, backbone, self.noise, self.forced_tokens)
+        noise = self.noise.padded_to(rows) if isinstance(self.noise, PerImageNoise) else self.noise
+        return dataclasses.replace(self, padded_batch=rows, noise=noise)
 
-        return after
+    def read_condition(self, backbone: Backbone) -> tuple[Tensor | None, ...]:
+        """Read the condition as tensors of an entry per row; padding repeats the last image's."""
+        inputs, images = backbone.read(self.condition, self.guided), self.images
+        if self.padded_batch == images:
+            return inputs
+        row = [min(n, images - 1) for n in range(self.padded_batch)]
 
-    def _header(self, executor: Eager) -> dict[str, Any]:
-        """Of the trace."""
-        pipe, method = self.pipe, self.method
-        return {
-            "nextscale": __version__,
-            "model": pipe.spec.name,
-            "dtype": name_of(pipe.dtype),
-            "device": str(pipe.device),
-            "method": {"name": "none", "fields": {}} if method is None else method.to_dict(),
-            "runtime": executor.name,
-        }
+        def pad(rows: Tensor) -> Tensor:
+            index = [first + r for first in range(0, len(rows), images) for r in row]
+            return rows[index]
+
+        return tuple(None if t is None else pad(t) for t in inputs)
 
 
-def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, made in one go."""
-    parts = torch.cat([t.flatten() for t in tensors]).split([t.numel() for t in tensors])
-    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+def read_request(
+    model: Model,
+    admit: Callable[[Prompts, Schedule, bool], None],
+    *,
+    prompt: Any,
+    negative_prompt: Any,
+    num_images_per_prompt: Any,
+    seed: Any,
+    generator: Any,
+    height: Any,
+    width: Any,
+    aspect_ratio: Any,
+    pixel_budget: Any,
+    method: Any,
+    force_tokens: Any,
+    callback_on_scale_end: Any,
+    output_type: Any,
+    prompt_embeds: Any,
+    negative_prompt_embeds: Any,
+    **sampling: Any,
+) -> Request:
+    """Check everything that a call was given; prompts are not encoded yet.
+
+    `admit` refuses more images than there is memory for, before anything is made for each of them.
+    """
+    read_choice(output_type, "output_type", OUTPUT_TYPES)
+    method = read_method(method)
+    if callback_on_scale_end is not None:
+        require_callback(callback_on_scale_end, "callback_on_scale_end", "a ScaleEnd")
+    schedule = model.schedule(height, width, aspect_ratio, pixel_budget)
+    embeds = prompt_embeds, negative_prompt_embeds
+    prompts = read_prompts(
+        model.backbone, model.spec.name, prompt, negative_prompt, *embeds, repeat=num_images_per_prompt
+    )
+    settings = model.sampling(len(schedule), **sampling)
+    admit(prompts, schedule, settings.guided_until > 0)
+    noise, seeds = read_noise(seed, generator, prompts.images, model.device)
+    forced = read_forced(() if force_tokens is None else force_tokens, schedule, prompts.images, model.backbone)
+    return Request(
+        prompts.images,
+        schedule,
+        settings,
+        noise,
+        prompts.traced(seeds),
+        forced_tokens=forced,
+        callback=callback_on_scale_end,
+        prompts=prompts,
+        method=method,
+        output_type=output_type,
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.io.arguments import is_single, read_count, read_list, shown
+from nextscale.io.arguments import is_single, read_count, read_list, short_repr
 
 SEEDS = 2**128  # and as many below zero
 Fill = Callable[..., Any]  # fills a tensor in place, with a generator
@@ -44,7 +44,7 @@ class PerImageNoise:
         self.seeds = list(seeds)
         self.generator = torch.Generator(device=device)
 
-    def filled_up(self, images: int) -> PerImageNoise:
+    def padded_to(self, images: int) -> PerImageNoise:
         """With numbers for so many, if they are more."""
         return PerImageNoise([*self.seeds, *[0] * (images - len(self.seeds))], self.generator.device)
 
@@ -132,7 +132,7 @@ class GeneratorNoise:
         return torch.empty_like(like, device=device).normal_(generator=self.generator).to(like.device)
 
 
-def read_draws(
+def read_noise(
     seed: int | Sequence[int] | None,
     generator: torch.Generator | Sequence[torch.Generator] | None,
     images: int,
@@ -147,7 +147,7 @@ def read_draws(
         generator = read_list(generator, "generator", "a torch.Generator or a list of them")
         for g in generator:
             if not isinstance(g, torch.Generator):
-                raise NextscaleError(f"generator must be a torch.Generator or a list of them, not {shown(g)}")
+                raise NextscaleError(f"generator must be a torch.Generator or a list of them, not {short_repr(g)}")
         if len(generator) != images:
             raise NextscaleError(f"{len(generator)} generators were given for {images} images")
         seed = [int(torch.randint(2**62, (), generator=g, device=g.device)) for g in generator]

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nextscale.engine.guidance import Number, per_scale, told
+from nextscale.engine.guidance import Number, on_device, per_scale
 from nextscale.engine.rng import NoiseSource, PerImageNoise
 from nextscale.engine.schedule import Scale, Schedule
 from nextscale.errors import NextscaleError
-from nextscale.io.arguments import is_single, read_count, read_list, read_number, shown
-from nextscale.kernels.bit_sampling import fused_draw, takes
+from nextscale.io.arguments import is_single, read_count, read_list, read_number, short_repr
+from nextscale.kernels import bit_sampling
 
 if TYPE_CHECKING:
     from nextscale.models.base import Backbone
     from nextscale.tokenizers.base import ImageTokenizer
 
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-FEW = 1024  # codes: to find a top k among them takes less memory than to sort the whole codebook
+MAX_PARTIAL_SORT = 1024  # codes: to find a top k among them takes less memory than to sort the whole codebook
 
 
-class ScaleNumbers(NamedTuple):
+class ScaleSettings(NamedTuple):
     """Settings of a scale that are but numbers: calls that differ in them run the same code."""
 
     weight: Number  # of guidance
@@ -82,28 +82,28 @@ class Sampling:
         """The number of scales after which no scale is guided any more."""
         return max((k + 1 for k, weight in enumerate(self.guidance) if weight != 1), default=0)
 
-    def numbers(self, scale: int) -> ScaleNumbers:
-        return ScaleNumbers(self.guidance[scale], 1 / self.temperature[scale], self.top_k[scale], self.top_p)
+    def settings(self, scale: int) -> ScaleSettings:
+        return ScaleSettings(self.guidance[scale], 1 / self.temperature[scale], self.top_k[scale], self.top_p)
 
-    def all_numbers(self, pinned: bool = False) -> Tensor:
+    def stacked_settings(self, pinned: bool = False) -> Tensor:
         """Of every scale, [scales, 4]: what a device is told."""
-        rows = [self.numbers(scale) for scale in range(len(self.guidance))]
+        rows = [self.settings(scale) for scale in range(len(self.guidance))]
         return torch.tensor(rows, dtype=torch.float64, pin_memory=pinned)
 
     @property
-    def looks_at(self) -> int | None:
+    def max_top_k(self) -> int | None:
         """How many of the likeliest codes a filter that is told its numbers looks at: 0 if it is off, None = all."""
         most = max(self.top_k)
-        return None if self.top_p or most > FEW else FEW if most else 0
+        return None if self.top_p or most > MAX_PARTIAL_SORT else MAX_PARTIAL_SORT if most else 0
 
     def structure(self, bits: bool) -> Hashable:
         """What decides which code runs, apart from the schedule and the rows of a scale."""
-        filters = None if self.greedy or bits else self.looks_at
+        filters = None if self.greedy or bits else self.max_top_k
         return self.guided_until, self.progress, self.greedy, self.smooth, self.guidance_layers, filters
 
 
 @dataclass
-class Drawn:
+class Sampled:
     """What one scale added. Tokens are [B, N] indices or [B, N, d] bits."""
 
     tokens: Tensor
@@ -126,18 +126,18 @@ def keep_top(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits
 
 
-def keep_told_top(logits: Tensor, top_k: Tensor, top_p: Tensor, looks_at: int | None) -> Tensor:
-    """The same with numbers that only the device knows; `looks_at` is what `Sampling` says."""
+def keep_top_on_device(logits: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int | None) -> Tensor:
+    """The same with numbers that only the device knows; `max_top_k` is what `Sampling` says."""
     values = logits.shape[-1]
     rest = torch.where(top_p > 0, 1 - top_p, -1).to(logits.dtype)  # no share is as small
     if values == 2:
         rest = torch.where(top_k == 1, 1, rest)
         unlikely = (logits.softmax(dim=-1) <= rest) & (logits < logits.amax(dim=-1, keepdim=True))
         return logits.masked_fill(unlikely, -torch.inf)
-    if looks_at == 0:
+    if max_top_k == 0:
         return logits
-    if looks_at is not None:
-        highest = logits.topk(min(looks_at, values), dim=-1).values
+    if max_top_k is not None:
+        highest = logits.topk(min(max_top_k, values), dim=-1).values
         lowest = highest.index_select(-1, (top_k.long() - 1).clamp(0, highest.shape[-1] - 1)[None])
         return logits.masked_fill((logits < lowest) & (top_k > 0), -torch.inf)
     ordered, order = logits.sort(dim=-1)
@@ -152,39 +152,39 @@ def sample(
     logits: Tensor,
     scale: Scale,
     sampling: Sampling,
-    numbers: ScaleNumbers,
-    draws: NoiseSource,
+    settings: ScaleSettings,
+    noise: NoiseSource,
     images: Sequence[int],
     tokenizer: ImageTokenizer,
     forced: Tensor | None = None,
-) -> Drawn:
+) -> Sampled:
     """Choose a token for every cell. `forced` replaces the choice, but the random numbers are still drawn."""
-    top_k, top_p = numbers.top_k, numbers.top_p
+    top_k, top_p = settings.top_k, settings.top_p
     if sampling.greedy:
         tokens = logits.argmax(dim=-1)
-    elif takes(logits) and isinstance(draws, PerImageNoise):
-        tokens = fused_draw(logits, draws.race(logits, scale.index, images), top_p, top_k)
+    elif bit_sampling.supports(logits) and isinstance(noise, PerImageNoise):
+        tokens = bit_sampling.fused_draw(logits, noise.race(logits, scale.index, images), top_p, top_k)
     else:
-        if told(top_k) and told(top_p):
-            logits = keep_told_top(logits, top_k, top_p, sampling.looks_at)
+        if on_device(top_k) and on_device(top_p):
+            logits = keep_top_on_device(logits, top_k, top_p, sampling.max_top_k)
         else:
             logits = keep_top(logits, int(top_k), float(top_p))
-        tokens = draws.categorical(logits.softmax(dim=-1), scale.index, images)
+        tokens = noise.categorical(logits.softmax(dim=-1), scale.index, images)
     if forced is None and sampling.smooth:
         # Temperature falls with the scale, as in MaskGIT; the constants are the official ones.
         ratio = sampling.progress[scale.index]
-        noisy = logits.mul(1 + ratio) + draws.gumbel(logits, scale.index, images)
+        noisy = logits.mul(1 + ratio) + noise.gumbel(logits, scale.index, images)
         mixture = (noisy / max(0.27 * (1 - ratio * 0.95), 0.005)).softmax(dim=-1)
-        return Drawn(tokens, tokenizer.mixture(mixture))
+        return Sampled(tokens, tokenizer.soft_codes(mixture))
     if forced is not None:
         tokens = forced
-    return Drawn(tokens, tokenizer.codes(tokens))
+    return Sampled(tokens, tokenizer.codes(tokens))
 
 
 def read_forced(tokens: Any, schedule: Schedule, images: int, backbone: Backbone) -> list[Tensor]:
     """Tokens of the first scales as the user gives them, checked; one set may stand for all images."""
     if not isinstance(tokens, (list, tuple)):
-        raise NextscaleError(f"force_tokens must be a list of tensors, one for each scale, not {shown(tokens)}")
+        raise NextscaleError(f"force_tokens must be a list of tensors, one for each scale, not {short_repr(tokens)}")
     if len(tokens) > len(schedule):
         raise NextscaleError(f"force_tokens has {len(tokens)} scales, the schedule {len(schedule)}")
     forced = []
@@ -193,9 +193,9 @@ def read_forced(tokens: Any, schedule: Schedule, images: int, backbone: Backbone
         try:
             t = torch.as_tensor(given, device=backbone.device)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise NextscaleError(f"{where} must be a tensor of whole numbers, not {shown(given)}") from None
+            raise NextscaleError(f"{where} must be a tensor of whole numbers, not {short_repr(given)}") from None
         if t.dtype not in WHOLE or t.layout != torch.strided:
-            raise NextscaleError(f"{where} must be whole numbers, not {shown(t)}")
+            raise NextscaleError(f"{where} must be whole numbers, not {short_repr(t)}")
         t = t.long()
         if t.shape == shape:
             t = t.expand(images, *shape)

@@ -6,18 +6,20 @@ import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nextscale.engine.rows import Rows
 from nextscale.engine.schedule import Scale, Schedule
-from nextscale.engine.state import Rows
 from nextscale.io.arguments import read_choice, read_count, read_path
 from nextscale.io.writing import atomic_write, finite
-from nextscale.methods.base import Choices, Decision, Policy, ScaleContext
-from nextscale.models.base import Backbone, Conditioning
+
+if TYPE_CHECKING:
+    from nextscale.methods.policy import Choices, Decision, Policy, ScaleContext
+    from nextscale.models.base import Backbone, Conditioning
 
 SCHEMA = 1
 
@@ -67,9 +69,9 @@ class Costs:
 
     @classmethod
     def of(cls, backbone: Backbone) -> Costs:
-        fixed = {part: backbone.flops(part, 1, 0) for part in backbone.parts}
-        growing = {part: backbone.flops(part, 1, 1) - fixed[part] for part in backbone.parts}
-        return cls(backbone.depth, backbone.parts, fixed, growing, backbone.head_flops(1))
+        fixed = {part: backbone.flops(part, 1, 0) for part in backbone.sublayers}
+        growing = {part: backbone.flops(part, 1, 1) - fixed[part] for part in backbone.sublayers}
+        return cls(backbone.depth, backbone.sublayers, fixed, growing, backbone.head_flops(1))
 
     def flops(self, part: str, tokens: int, keys: int) -> int:
         return tokens * (self.per_token[part] + self.per_key[part] * keys)
@@ -132,7 +134,7 @@ class Trace:
             "layers": [],
         }
         record = self.records.get(scale.index)
-        if record is None or image not in record.rows.which:
+        if record is None or image not in record.rows.image_ids:
             return entry, 0
         places = [row for row, owner in enumerate(record.rows.all) if owner == image]
         flops = len(places) * scale.tokens * self.costs.head
@@ -159,15 +161,15 @@ class Trace:
         return entry, flops
 
     def _image(self, image: int) -> dict[str, Any]:
-        policy = self.policy
+        assert self.policy is not None, "the call is over"
+        why = self.policy.explain(image)
         who, depth = self.images[image], self.costs.depth
         cached = [0] * depth
         entries, flops, full_rows, full_flops = [], 0, 0, 0
         text = self._text_lengths(image)
         context = self.records[0].context if 0 in self.records else 0
         for scale in self.schedule:
-            why = Decision() if policy is None else policy.decision(image, scale)
-            entry, cost = self._scale(image, scale, cached, why)
+            entry, cost = self._scale(image, scale, cached, why.decision(scale))
             entries.append(entry)
             flops += cost
             rows = 2 if scale.index < self.guided_until else 1
@@ -178,15 +180,12 @@ class Trace:
                 per_layer = sum(self.costs.flops(p, tokens, keys.get(p, 0)) for p in self.costs.parts)
                 full_flops += depth * per_layer + scale.tokens * self.costs.head
         kept = [sum(layer["kept"] for layer in e["layers"]) for e in entries]
-        activation = {"scale": None, "star": None, "reason": "none", "eta": None}
-        if policy is not None:
-            activation = dict(vars(policy.activation(image)))
         return {
             "index": image,
             "seed": who.seed,
             "prompt": who.prompt,
             "label": who.label,
-            "activation": activation,
+            "activation": dict(vars(why.activation)),
             "stopped_after": self.stopped_after[image] if self.stopped_after else None,
             "scales": entries,
             "tokens_computed": sum(kept),

@@ -7,7 +7,7 @@ import math
 from typing import Any, ClassVar
 
 from nextscale.errors import NextscaleError
-from nextscale.io.arguments import shown
+from nextscale.io.arguments import short_repr
 
 MAX_WIDTH = 2**20  # of anything that no class limits itself
 MAX_BLOCKS = 256  # of a list of modules: four times the deepest network that was published
@@ -31,11 +31,11 @@ class Config:
             if not _fits(value, str(field.type), least, most):
                 wanted = _KINDS[str(field.type)].format(least=least, most=most, items=MAX_ITEMS)
                 raise NextscaleError(
-                    f"{field.name} = {shown(list(value) if isinstance(value, tuple) else value)} is not {wanted}"
+                    f"{field.name} = {short_repr(list(value) if isinstance(value, tuple) else value)} is not {wanted}"
                 )
 
     def require_division(self, whole: str, parts: str, multiple: int = 1) -> None:
-        """That `whole` can be shared equally among `parts`, each a multiple of some number."""
+        """Require that `whole` can be shared equally among `parts`, each a multiple of some number."""
         total, count = getattr(self, whole), getattr(self, parts)
         if total % (count * multiple):
             each = f" of a multiple of {multiple} each" if multiple > 1 else ""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from nextscale.errors import NextscaleError, choices
-from nextscale.io.arguments import shown
+from nextscale.io.arguments import short_repr
 
 F = TypeVar("F", bound=Callable[..., Any])
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,11 +22,11 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = DTYPES.get(str(dtype).removeprefix("torch.")) if isinstance(dtype, (str, torch.dtype)) else None
     if found is None:
         named = str(dtype) if isinstance(dtype, torch.dtype) else dtype
-        raise NextscaleError(f"dtype {shown(named)} is not supported; allowed: {choices(DTYPES)}")
+        raise NextscaleError(f"dtype {short_repr(named)} is not supported; allowed: {choices(DTYPES)}")
     return found
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -37,7 +37,7 @@ def as_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, ValueError, OverflowError):
         chosen = None
     if chosen is None:
-        raise NextscaleError(f"unknown device {shown(device)}; allowed: cpu, cuda, cuda:1, mps, ...")
+        raise NextscaleError(f"unknown device {short_repr(device)}; allowed: cpu, cuda, cuda:1, mps, ...")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise NextscaleError("device 'cuda' was asked for, but this torch sees no CUDA device; allowed here: cpu")
     try:
@@ -52,8 +52,8 @@ def as_device(device: torch.device | str) -> torch.device:
 
 
 @functools.cache
-def memory_of(device: torch.device) -> int | None:
-    """Bytes that the device has in all; None where nobody tells."""
+def total_memory(device: torch.device) -> int | None:
+    """Bytes that the device has in all; None where that is unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "cpu" and hasattr(os, "sysconf"):
@@ -62,28 +62,30 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Outside any autocast of the caller: dtypes are our own business, and logits must stay float32."""
+    """Leave any autocast of the caller: dtypes are our own business, and logits must stay float32."""
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def full_precision(function: F) -> F:
+    """Run `function(request, model, ...)` outside any autocast of the caller."""
+
     @functools.wraps(function)
-    def wrapped(backbone: Any, *args: Any, **kwargs: Any) -> Any:
-        with without_autocast(backbone.device):
-            return function(backbone, *args, **kwargs)
+    def wrapped(request: Any, model: Any, *args: Any) -> Any:
+        with without_autocast(model.device):
+            return function(request, model, *args)
 
     return wrapped  # type: ignore[return-value]
 
 
 def to_device_async(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device, without waiting for it."""
+    """Copy to the device without waiting for it."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 class Clock:
-    """When a device had done what was asked of it, at some moments of a call. The host does not wait for it.
+    """Times at which a device had done its work, taken at some moments of a call without waiting for it.
 
     It is kept from call to call: to make an event may take as long as ten kernels.
     """
@@ -101,7 +103,7 @@ class Clock:
         self.moments[moment].record(torch.cuda.current_stream(self.device))
 
     def between(self, earlier: str, later: str) -> float:
-        """Seconds; waits for it."""
+        """Wait for the later moment; return the seconds."""
         a, b = self.moments[earlier], self.moments[later]
         if self.device.type != "cuda":
             return b - a
@@ -109,7 +111,7 @@ class Clock:
         return a.elapsed_time(b) / 1e3
 
 
-def wait_for(device: torch.device) -> None:
-    """Until the device has done all that was asked of it, so that a clock can be read."""
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work, so that a clock can be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -23,7 +23,7 @@ TRIES = 4  # who only looks, or is leaving, holds a lock for a moment
 
 @contextlib.contextmanager
 def locked(folder: Path, suffix: str = "") -> Iterator[None]:
-    """Made with the folder if need be, and gone with it if it stays empty.
+    """Lock the folder, made if need be and removed if it stays empty.
 
     With a `suffix` the lock is one of several parts that may work side by side; without, it is of the whole folder.
     """
@@ -32,9 +32,9 @@ def locked(folder: Path, suffix: str = "") -> Iterator[None]:
             missing = [p for p in (folder, *folder.parents) if not p.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             stack.callback(_remove_empty, missing)
-            stack.enter_context(_held(folder, LOCK, shared=bool(suffix)))
+            stack.enter_context(_hold(folder, LOCK, shared=bool(suffix)))
             if suffix:
-                stack.enter_context(_held(folder, LOCK + suffix, shared=False))
+                stack.enter_context(_hold(folder, LOCK + suffix, shared=False))
         except OSError as error:
             raise NextscaleError(f"cannot write into {folder}: {error.strerror}") from None
         yield
@@ -48,13 +48,13 @@ def require_unlocked(folder: Path, suffix: str = "") -> None:
 
 
 @contextlib.contextmanager
-def _held(folder: Path, name: str, shared: bool) -> Iterator[None]:
+def _hold(folder: Path, name: str, shared: bool) -> Iterator[None]:
     path = folder / name
     tries = 0
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         if flock(handle, shared):
-            if _is(path, handle):
+            if _is_same_file(path, handle):
                 break
             os.close(handle)  # its owner has just removed it: what we hold, nobody else will find
             continue
@@ -88,7 +88,7 @@ def flock(handle: int, shared: bool = False, unsupported: bool = True) -> bool:
     return True
 
 
-def _is(path: Path, handle: int) -> bool:
+def _is_same_file(path: Path, handle: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(handle))
     except FileNotFoundError:

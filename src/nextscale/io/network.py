@@ -19,7 +19,7 @@ UNREACHABLE = "the hub cannot be reached"
 
 
 def why_local(local_files_only: bool = False) -> str:
-    """Why the hub is not to be asked for anything; empty: it may be."""
+    """Say why the hub is not to be asked for anything; empty: it may be."""
     from huggingface_hub import constants
 
     if local_files_only or constants.HF_HUB_OFFLINE:
@@ -28,16 +28,16 @@ def why_local(local_files_only: bool = False) -> str:
 
 
 def is_reachable(url: str, seconds: float | None = None) -> bool:
-    """Whether anybody listens at an address, or at the proxy that leads there."""
+    """Whether a server listens at an address, or at the proxy that leads there."""
     if seconds is None:  # who waits longer for the hub on purpose has a reason
-        told = os.environ.get("HF_HUB_ETAG_TIMEOUT", "")
-        seconds = max(SECONDS, float(told)) if told.isdecimal() else SECONDS
+        timeout = os.environ.get("HF_HUB_ETAG_TIMEOUT", "")
+        seconds = max(SECONDS, float(timeout)) if timeout.isdecimal() else SECONDS
     target = urlsplit(_proxy(url) or url)
     port = target.port or PORTS.get(target.scheme, 443)
     # Looking up a name cannot be given up, only left behind.
     answer: queue.SimpleQueue[bool] = queue.SimpleQueue()
     arguments = (target.hostname or "", port, seconds, answer)
-    threading.Thread(target=_ask, args=arguments, daemon=True).start()
+    threading.Thread(target=_try_connect, args=arguments, daemon=True).start()
     try:
         return answer.get(timeout=seconds)
     except queue.Empty:
@@ -52,7 +52,7 @@ def _proxy(url: str) -> str | None:
     return found if not found or "://" in found else f"http://{found}"
 
 
-def _ask(host: str, port: int, seconds: float, answer: queue.SimpleQueue[bool]) -> None:
+def _try_connect(host: str, port: int, seconds: float, answer: queue.SimpleQueue[bool]) -> None:
     try:
         answer.put(_connects(host, port, time.monotonic() + seconds))
     except (OSError, ValueError):  # no such name, or one that cannot be one
@@ -60,7 +60,7 @@ def _ask(host: str, port: int, seconds: float, answer: queue.SimpleQueue[bool]) 
 
 
 def _connects(host: str, port: int, deadline: float) -> bool:
-    """All addresses of a name at once: some networks have none of one kind, and never say so."""
+    """Try all addresses of a name at once: some networks have none of one kind, and never say so."""
     with selectors.DefaultSelector() as waiting:
         opened = []
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def bar(text: str, total: int, show: bool | None, data: bool = False) -> Iterator[Callable[[int], None]]:
-    """Yields a function that advances the bar. `show=None`: only where somebody can see it."""
+    """Yield a function that advances the bar. `show=None`: only on a terminal."""
     if not (sys.stderr.isatty() if show is None else show):
         yield lambda step: None
         return

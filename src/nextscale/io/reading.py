@@ -13,7 +13,7 @@ MAX_BYTES = 2**28  # a list of 30,000 prompts has a twentieth of it; what is lar
 
 
 def read_json(path: Path, what: str) -> Any:
-    """`what` the file should be, with its article: "a sweep"."""
+    """Read JSON; `what` the file should be has its article: "a sweep"."""
     try:
         return parse_json(read_text(path))
     except NextscaleError:
@@ -22,19 +22,19 @@ def read_json(path: Path, what: str) -> Any:
         raise NextscaleError(f"{path} is not {what}: {error}") from None
 
 
-def read_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines that are not empty, with their numbers from 1."""
+def read_lines(path: Path, strip: str | None = None) -> list[tuple[int, str]]:
+    """Read the lines that are not empty, stripped, with their numbers from 1."""
     try:
         lines = enumerate(read_text(path).split("\n"), start=1)
     except NextscaleError:
         raise
     except ValueError as error:
         raise NextscaleError(f"{path} cannot be read: {error}") from None
-    return [(number, line.strip()) for number, line in lines if line.strip()]
+    return [(number, line.strip(strip)) for number, line in lines if line.strip()]
 
 
 def read_text(path: Path) -> str:
-    """UTF-8 with any line ends, with or without a byte order mark. A `ValueError` says what else it is."""
+    """Read UTF-8 with any line ends, with or without a byte order mark. A `ValueError` says what else it is."""
     try:
         if path.exists() and not path.is_file():  # a pipe would wait for ever
             raise NextscaleError(f"{path} cannot be read: it is {'a folder' if path.is_dir() else 'no regular file'}")
@@ -56,7 +56,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Strict where `json` is not: no key twice, no NaN, no half characters. A `ValueError` says what is wrong."""
+    """Parse strictly, unlike `json`: no key twice, no NaN, no half characters. A `ValueError` says what is wrong."""
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except json.JSONDecodeError as error:

@@ -42,18 +42,18 @@ def require_folder(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """What a killed process left in a folder that is ours."""
+    """Remove what a killed process left in a folder of ours."""
     for scratch in folder.glob(f".*.????????{UNFINISHED}"):
         _remove_unfinished(scratch)
 
 
 def as_json(value: Any, indent: int | None = 1) -> bytes:
-    """JSON has no NaN and no infinity: they become null."""
+    """Encode as JSON, with null for NaN and infinity."""
     return (json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def finite(value: Any) -> Any:
-    """The same with None for what JSON cannot say."""
+    """Replace what JSON cannot say by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -96,7 +96,7 @@ def _remove_unfinished(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
-    """Until it is whole, the file lies beside `path`, or in a `folder` on the same disk."""
+    """Open a file that replaces `path` once it is whole; until then it lies beside it, or in `folder`."""
     _require(path)
     try:
         handle, scratch = tempfile.mkstemp(prefix=_prefix(path), suffix=UNFINISHED, dir=folder or path.parent)

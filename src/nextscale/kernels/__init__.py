@@ -1,1 +1,1 @@
-"""Triton kernels, each beside a reference in plain torch that says what it computes and serves all other devices."""
+"""Operations with a reference in torch and a Triton kernel each; `dispatch` says where the kernels run."""

@@ -1,6 +1,6 @@
-"""From the logits of bits to bits: guidance, entropy and the draw, each in one pass instead of four to ten.
+"""Guidance, entropy and the draw of bits, each in one pass over the logits instead of four to ten.
 
-The references are `guidance.combine`, `entropy.token_entropy`, and in `sampling` what `sample` does without it.
+The references are `guidance.guide`, `entropy.token_entropy`, and in `sampling` what `sample` does without kernels.
 """
 
 from __future__ import annotations
@@ -8,16 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-try:
-    from nextscale.kernels.triton.bit_sampling import fused_combine, fused_draw, fused_entropy
-except ImportError:  # a CPU build of torch comes without Triton
-    fused_combine = fused_draw = fused_entropy = None  # type: ignore[assignment]
+from nextscale.kernels import dispatch
+from nextscale.kernels.triton.bit_sampling import fused_combine, fused_draw, fused_entropy
 
 
-def takes(logits: Tensor) -> bool:
+def supports(logits: Tensor) -> bool:
     """Whether the kernels take these logits [..., d, 2]."""
-    known = logits.ndim == 4 and logits.shape[-1] == 2 and logits.dtype == torch.float32
-    return fused_draw is not None and logits.is_cuda and known and not torch.compiler.is_compiling()
+    known = dispatch.enabled(logits) and logits.ndim == 4 and logits.shape[-1] == 2 and logits.dtype == torch.float32
+    return known and not torch.compiler.is_compiling()
 
 
-__all__ = ["fused_combine", "fused_draw", "fused_entropy", "takes"]
+__all__ = ["fused_combine", "fused_draw", "fused_entropy", "supports"]

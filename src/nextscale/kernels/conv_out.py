@@ -1,21 +1,17 @@
 """The end of a decoder: group norm, SiLU and a convolution to a few channels.
 
-Such a convolution is nine thin matrix products. They are made together, while the norm is applied, and the nine results
-are shifted and added in a second, small pass; so the large map is read once and never written.
+Such a convolution is nine thin matrix products. They are made together, while the norm is applied, and a second, small
+pass shifts and adds the nine results; so the large map is read once and never written.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nextscale.kernels.group_norm import group_norm, runs_on
+from nextscale.kernels import group_norm
+from nextscale.kernels.triton.conv_out import fused_norm_and_conv
 
-try:
-    from nextscale.kernels.triton.conv_out import fused_norm_and_conv
-except ImportError:  # a CPU build of torch comes without Triton
-    fused_norm_and_conv = None  # type: ignore[assignment]
-
-MOST = 32  # taps times channels that the convolution gives
+MAX_COLUMNS = 32  # 9 taps times output channels
 
 
 def taps(conv: nn.Conv2d) -> Tensor:
@@ -24,7 +20,11 @@ def taps(conv: nn.Conv2d) -> Tensor:
 
 
 def norm_and_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d, taps: Tensor, sums: Tensor | None = None) -> Tensor:
-    """Of x [B, C, H, W], which may be written over; `sums`: what `join` gave with it."""
-    if fused_norm_and_conv is not None and runs_on(x) and taps.shape[1] <= MOST and conv.kernel_size == (3, 3):
+    """Norm, activate and convolve x [B, C, H, W], which may be overwritten; `sums` are those that came with x."""
+    if supports(x, conv, taps):
         return fused_norm_and_conv(x, norm, conv, taps, sums)
-    return conv(group_norm(x, None, norm, inplace=True, sums=sums))
+    return conv(group_norm.group_norm(x, None, norm, inplace=True, sums=sums))
+
+
+def supports(x: Tensor, conv: nn.Conv2d, taps: Tensor) -> bool:
+    return group_norm.supports(x) and taps.shape[1] <= MAX_COLUMNS and conv.kernel_size == (3, 3)

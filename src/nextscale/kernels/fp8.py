@@ -1,9 +1,9 @@
-"""Linear layers and convolutions in 8-bit floating point: half the weights to read, twice the arithmetic per second.
+"""Linear layers and convolutions in FP8 (e4m3): half the weights to read, twice the arithmetic per second.
 
-Such a number has three bits behind its first one, whatever its size is, from 2^-6 to 448. What it costs is these bits;
-where in that range the numbers lie hardly matters. So one factor, a power of two, is enough for all weights of a layer,
-and another for all that enters it, which the weights tell beforehand (`models/quantize.py`). Then nobody has to see a
-whole row before it can be rounded: what comes before such a layer writes 8 bits itself, and cuBLAS takes the factors.
+Such a number has three bits behind its first one, whatever its size is, from 2^-6 to 448. These bits are what it costs;
+where in that range the numbers lie hardly matters. So one scale, a power of two, is enough for all weights of a layer,
+and another for its input, which follows from the weights (`models/fp8.py`). No row has to be seen as a whole before it
+can be rounded: the operation in front of such a layer writes FP8 itself, and cuBLAS takes the scales.
 """
 
 from __future__ import annotations
@@ -15,77 +15,76 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-try:
-    from nextscale.kernels.triton.fp8 import fused_cast
-except ImportError:  # a CPU build of torch comes without Triton
-    fused_cast = None  # type: ignore[assignment]
+from nextscale.kernels import dispatch
+from nextscale.kernels.triton.fp8 import fused_cast
 
-FORMAT = torch.float8_e4m3fn
-LARGEST = torch.finfo(FORMAT).max
-OLDEST = (8, 9)  # of the GPUs that multiply it
-MULTIPLE = 16  # of the channels, which the GPU asks for
-# Inputs of the usual size come to lie between half of it and this: at least 112 times as much can be told, and down to
-# a 128th with all bits.
-PLACE = 4.0
+FP8_DTYPE = torch.float8_e4m3fn
+MAX_FP8 = torch.finfo(FP8_DTYPE).max
+MIN_CAPABILITY = (8, 9)  # Ada
+CHANNEL_MULTIPLE = 16  # which the GPU asks for
+# Inputs of the usual size come to lie between half of it and this: 112 times as much still fits, and a 128th still has
+# all bits.
+TARGET_SIZE = 4.0
 
 
-class Reads(NamedTuple):
-    """How a layer wants its input."""
+class InputFormat(NamedTuple):
+    """The format in which a layer reads its input."""
 
     dtype: torch.dtype
-    by: float = 1.0  # what it has to be multiplied with
+    scale: float = 1.0  # to multiply the input by
 
 
 class FP8Layer(nn.Module):
-    """Stands in for a layer whose weights were rounded."""
+    """Replace a layer, with rounded weights."""
 
-    weight: Tensor  # in 8 bits
-    into: Tensor  # what inputs are multiplied with
-    out: Tensor  # and their products with the weights
+    weight: Tensor  # in FP8
+    input_scale: Tensor
+    output_scale: Tensor  # of products with the weights
     one: Tensor
 
     def __init__(self, layer: nn.Linear | nn.Conv2d, usual: float = 1.0) -> None:
-        """`usual`: root mean square of what enters it, within a factor of 16."""
+        """`usual`: root mean square of the input, within a factor of 16."""
         super().__init__()
         weight = layer.weight.detach().float()
-        by = power_of_two(LARGEST, weight.abs().max().item())
-        self.reads = Reads(FORMAT, power_of_two(PLACE, usual))
-        self.factor = 1 / (by * self.reads.by)
-        self.register_buffer("weight", (weight * by).to(FORMAT))
-        for name, value in (("into", self.reads.by), ("out", self.factor), ("one", 1.0)):
+        weight_scale = power_of_two(MAX_FP8, weight.abs().max().item())
+        self.input_format = InputFormat(FP8_DTYPE, power_of_two(TARGET_SIZE, usual))
+        self.factor = 1 / (weight_scale * self.input_format.scale)
+        self.register_buffer("weight", (weight * weight_scale).to(FP8_DTYPE))
+        scales = ("input_scale", self.input_format.scale), ("output_scale", self.factor), ("one", 1.0)
+        for name, value in scales:
             self.register_buffer(name, torch.tensor(value, dtype=torch.float32, device=weight.device))
         self.bias = layer.bias
-        self.dtype = layer.weight.dtype  # of what it gives
+        self.dtype = layer.weight.dtype  # of its output
 
     def rounded(self, x: Tensor) -> Tensor:
-        if x.dtype == FORMAT:
+        if x.dtype == FP8_DTYPE:
             return x
-        if casts(x):
-            return fused_cast(x, self.reads)
-        return (x.float() * self.into).clamp(-LARGEST, LARGEST).to(FORMAT)
+        if supports(x):
+            return fused_cast(x, self.input_format)
+        return (x.float() * self.input_scale).clamp(-MAX_FP8, MAX_FP8).to(FP8_DTYPE)
 
 
 class FP8Linear(FP8Layer):
     """Its weights are [out, in]."""
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., in], in 8 bits or not -> [..., out]; `bias` instead of the layer's own."""
+        """x [..., in], in FP8 or not -> [..., out]; `bias` replaces the layer's own."""
         return self.product(x, self.bias if bias is None else bias)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         flat, shape = self.rounded(x).reshape(-1, x.shape[-1]), (*x.shape[:-1], len(self.weight))
         if x.is_cuda:
-            factors = self.out, self.one
-            y = torch._scaled_mm(flat, self.weight.t(), *factors, bias=bias, out_dtype=self.dtype, use_fast_accum=True)
+            scales = self.output_scale, self.one
+            y = torch._scaled_mm(flat, self.weight.t(), *scales, bias=bias, out_dtype=self.dtype, use_fast_accum=True)
         else:
-            y = flat.float() @ self.weight.float().t() * self.out
+            y = flat.float() @ self.weight.float().t() * self.output_scale
             y = (y if bias is None else y + bias).to(self.dtype)
         return y.view(shape)
 
 
 class FP8Conv(FP8Layer):
-    """A convolution of 3 x 3 cells. Here the arithmetic is imitated; `kernels/conv.py` does it for maps with channels
-    last. Its weights are [out, in, 3, 3], channels last."""
+    """A 3 x 3 convolution with weights [out, in, 3, 3], channels last. Here its arithmetic is imitated;
+    `kernels/conv.py` does it."""
 
     def __init__(self, layer: nn.Conv2d, usual: float = 1.0) -> None:
         super().__init__(layer, usual)
@@ -96,32 +95,35 @@ class FP8Conv(FP8Layer):
         return y if self.bias is None else y + self.bias[:, None, None]
 
     def product(self, x: Tensor) -> Tensor:
-        """x [B, in, H, W], in 8 bits or not -> [B, out, H, W] without the bias."""
-        x = self.rounded(x).to(self.dtype) / self.into.to(self.dtype)  # not behind the sum: float16 does not go far
-        return F.conv2d(x, self.weight.to(self.dtype) * (self.into * self.out).to(self.dtype), padding=1)
+        """x [B, in, H, W], in FP8 or not -> [B, out, H, W] without the bias."""
+        scale = self.input_scale.to(self.dtype)
+        x = self.rounded(x).to(self.dtype) / scale  # not behind the sum: float16 overflows
+        weight = self.weight.to(self.dtype) * (self.input_scale * self.output_scale).to(self.dtype)
+        return F.conv2d(x, weight, padding=1)
 
 
-def reads(layer: nn.Linear | nn.Conv2d | FP8Layer) -> Reads:
-    return layer.reads if isinstance(layer, FP8Layer) else Reads(layer.weight.dtype)
+def input_format(layer: nn.Linear | nn.Conv2d | FP8Layer) -> InputFormat:
+    return layer.input_format if isinstance(layer, FP8Layer) else InputFormat(layer.weight.dtype)
 
 
 def gelu(x: Tensor, reader: nn.Module) -> Tensor:
-    """GELU by its tanh formula, as a layer reads it."""
-    if isinstance(reader, FP8Linear) and casts(x):
-        return fused_cast(x, reader.reads, gelu=True)
+    """GELU by its tanh formula, in the input format of the layer behind it."""
+    if isinstance(reader, FP8Linear) and supports(x):
+        return fused_cast(x, reader.input_format, gelu=True)
     return F.gelu(x, approximate="tanh")
 
 
-def casts(x: Tensor) -> bool:
-    """torch.compile fuses the plain operations by itself."""
-    return fused_cast is not None and x.is_cuda and not torch.compiler.is_compiling()
+def supports(x: Tensor) -> bool:
+    """Whether the kernel rounds x. torch.compile fuses the plain operations by itself."""
+    return dispatch.enabled(x) and not torch.compiler.is_compiling()
 
 
-def power_of_two(wanted: float, size: float) -> float:
-    """The largest one that takes a number of this size to at most what is wanted. Sizes that are no number give some
-    factor, and the logits will tell."""
-    return 2.0 ** (math.frexp(wanted / max(size, 1e-12))[1] - 1)
+def power_of_two(target: float, size: float) -> float:
+    """The largest one that keeps a number of this size below the target. A size that is not finite gives some factor:
+    the check of the logits reports it."""
+    return 2.0 ** (math.frexp(target / max(size, 1e-12))[1] - 1)
 
 
-def fits(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) and not any(n % MULTIPLE for n in layer.weight.shape)
+def is_roundable(layer: nn.Module) -> bool:
+    """Whether an `FP8Linear` may replace this layer."""
+    return isinstance(layer, nn.Linear) and not any(n % CHANNEL_MULTIPLE for n in layer.weight.shape)

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from nextscale.kernels import dispatch, ragged_linear
 from nextscale.kernels.fp8 import FP8Linear, gelu
-from nextscale.kernels.ragged_linear import multiplies, ragged_linear
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed
 
 
 def linear_gelu(x: Tensor, layer: nn.Linear | FP8Linear, reader: nn.Module, packed: Packed | None = None) -> Tensor:
-    """GELU by its tanh formula, of x [..., C], for the layer behind it."""
-    if packed is not None and multiplies(x, layer):
-        return ragged_linear(x, layer, packed.start, gelu_for=reader)
-    fits = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+    """GELU by its tanh formula of layer(x), x [..., C], for the layer behind it."""
+    if packed is not None and ragged_linear.supports(x, layer):
+        return ragged_linear.linear(x, layer, packed.start, gelu_for=reader)
+    fits = x.is_cuda and x.dtype in dispatch.HALF and not torch.is_grad_enabled()
     if fits and isinstance(layer, nn.Linear):
         return _fused(x, layer.weight, layer.bias)
     return gelu(layer(x), reader)

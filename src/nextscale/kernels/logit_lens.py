@@ -3,8 +3,8 @@
 With the norm written out, the difference of a bit's two logits is z = (x . A - mean(x) a) / deviation(x) + c, where
 A, a and c hold the head's weights and the condition's scale and shift. So one pass over x is enough.
 
-And less than one is, where a layer left most tokens out: what these received is an enlarged map of the scale before,
-and the products of an enlarged map are the enlarged products of the map; or they received nothing.
+Less than one is enough where a layer pruned most tokens: these received an enlarged map of the scale before, and the
+products of an enlarged map are the enlarged products of the map; or they received nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-try:
-    from nextscale.kernels.triton.logit_lens import fused_head, fused_lens
-    from nextscale.kernels.triton.restored_logit_lens import fused_lens_of_filled
-except ImportError:  # a CPU build of torch comes without Triton
-    fused_head = fused_lens = fused_lens_of_filled = None  # type: ignore[assignment]
+from nextscale.kernels import dispatch
+from nextscale.kernels.triton.logit_lens import fused_head, fused_logit_lens
+from nextscale.kernels.triton.restored_logit_lens import fused_restored_logit_lens
 
 if TYPE_CHECKING:
     from nextscale.engine.schedule import Grid
@@ -37,7 +35,7 @@ class BitHead(NamedTuple):
     @classmethod
     def of(cls, head: nn.Linear, scale: Tensor, shift: Tensor, eps: float) -> BitHead:
         """`head` gives [d, 2] logits; scale and shift are [B, C]."""
-        if fused_head is not None and head.weight.is_cuda and head.weight.dtype == scale.dtype == torch.float32:
+        if dispatch.enabled(head.weight) and head.weight.dtype == scale.dtype == torch.float32:
             return cls(*fused_head(head.weight, head.bias, scale, shift), eps)
         weight = head.weight.unflatten(0, (-1, 2)).diff(dim=1)[:, 0].t()  # [C, d]
         factor = (1 + scale)[..., None] * weight
@@ -51,18 +49,18 @@ class BitHead(NamedTuple):
         return (x @ self.factor - mean * self.total[:, None]) / deviation + self.term[:, None]
 
 
-class Filled(NamedTuple):
-    """A state whose holes were filled in place."""
+class RestoredState(NamedTuple):
+    """A state whose pruned tokens were restored in place."""
 
     x: Tensor  # [R, N, C]
-    chosen: Packed  # all other tokens are holes
-    cached: Tensor | None = None  # what holes received, [R, n, C], on the first grid; None: they stayed as they were
+    chosen: Packed  # all other tokens were pruned
+    cached: Tensor | None = None  # what these received, [R, n, C], on the first grid; None: they kept their input
     grids: tuple[Grid, Grid] = ((0, 0), (0, 0))
     mode: str = "nearest"
 
 
-class Look(NamedTuple):
-    """What was seen of the conditional rows of a state."""
+class BitStats(NamedTuple):
+    """What is known of the conditional rows of a state."""
 
     entropy: Tensor  # [B, N]
     products: Tensor  # x . A, [B, N, d]
@@ -74,36 +72,36 @@ class LogitLens:
 
     def __init__(self, images: int, head: Callable[[], BitHead]) -> None:
         self.images, self.head = images, head
-        self.seen: Tensor | None = None  # the state that was looked at last
-        self.look: Look | None = None  # and what was seen of it
-        self.filled: Filled | None = None  # what became of it since
+        self.state: Tensor | None = None  # the latest one,
+        self.stats: BitStats | None = None  # its statistics,
+        self.restored: RestoredState | None = None  # and what became of it since
 
     def entropy(self, x: Tensor, unit: str) -> Tensor:
-        """[B, N] of the conditional rows of x [R, N, C]; holds until the next look."""
-        filled, self.filled, self.seen = self.filled, None, x
-        if filled is not None and self.look is not None and same(filled.x, x):
-            fused_lens_of_filled(filled, self.look, self.head(), unit)
+        """[B, N] of the conditional rows of x [R, N, C]; valid until the next call."""
+        restored, self.restored, self.state = self.restored, None, x
+        if restored is not None and self.stats is not None and same(restored.x, x):
+            fused_restored_logit_lens(restored, self.stats, self.head(), unit)
         else:
-            self.look = Look(*fused_lens(x[: self.images], self.head(), unit))
-        return self.look.entropy
+            self.stats = BitStats(*fused_logit_lens(x[: self.images], self.head(), unit))
+        return self.stats.entropy
 
     def moments(self, x: Tensor, chosen: Selection) -> Tensor | None:
-        """Where whoever fills holes of x has to leave the moments [B, N, 2] of what changes, if that spares a look at
-        all of it. Then `filled` has to be set."""
-        seen, self.seen, self.filled = self.seen, None, None  # what was seen is gone in any case
-        if seen is None or self.look is None or not same(seen, x) or chosen.as_packed is None:
+        """Where to leave the moments [B, N, 2] of all tokens that change while x is restored, if the next call of
+        `entropy` can do without a full pass then. The caller sets `restored`."""
+        state, self.state, self.restored = self.state, None, None  # the state is gone in any case
+        if state is None or self.stats is None or not same(state, x) or chosen.as_packed is None:
             return None
-        return self.look.moments
+        return self.stats.moments
 
     def forget(self) -> None:
-        """The scale is over."""
-        self.seen = self.look = self.filled = None
+        """Let go of the scale's states."""
+        self.state = self.stats = self.restored = None
 
 
 def same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-def looks(x: Tensor) -> bool:
+def supports(x: Tensor) -> bool:
     """Whether the kernel takes states like these."""
-    return fused_lens is not None and x.is_cuda and x.dtype == torch.float32 and x.shape[-1] % 64 == 0
+    return dispatch.enabled(x) and x.dtype == torch.float32 and x.shape[-1] % 64 == 0

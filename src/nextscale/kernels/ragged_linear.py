@@ -1,96 +1,87 @@
-"""Linear layers for packed tokens: x [1, T, C] has room for T, and only the device knows how many there are.
+"""Linear layers of packed tokens: x [1, T, C] has a capacity of T, and only the device knows how many tokens there are.
 
-cuBLAS would multiply all the room. Here every program reads the number of tokens first, takes what is its share, and
-leaves the room behind them alone.
+cuBLAS would multiply the whole capacity. Here every program first reads the number of tokens, takes its share of them,
+and leaves the padding alone.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from nextscale.kernels.fp8 import FORMAT, FP8Linear, Reads, reads
-from nextscale.kernels.num_sms import processors
+from nextscale.kernels import dispatch
+from nextscale.kernels.fp8 import FP8_DTYPE, FP8Linear, InputFormat, input_format
+from nextscale.kernels.occupancy import num_sms
+from nextscale.kernels.triton.ragged_linear import fused_gated, fused_product
 
-try:
-    from nextscale.kernels.triton.ragged_linear import fused_gated, fused_product
-except ImportError:  # a CPU build of torch comes without Triton
-    fused_gated = fused_product = None  # type: ignore[assignment]
-
-MULTIPLE, MULTIPLE_IN_FP8 = 64, 128  # of the channels
-OLDEST = (9, 0)  # of the GPUs that fetch tiles by themselves
-TMA = os.environ.get("NEXTSCALE_KERNELS_TMA") != "off"  # whether they are asked to
+CHANNEL_MULTIPLE, FP8_CHANNEL_MULTIPLE = 64, 128
 
 
-def multiplies(x: Tensor, layer: nn.Module) -> bool:
-    """Whether the kernel takes these."""
-    if fused_product is None or not x.is_cuda or not isinstance(layer, (nn.Linear, FP8Linear)):
+def supports(x: Tensor, layer: nn.Module) -> bool:
+    """Whether the kernel applies the layer to x."""
+    if not dispatch.enabled(x) or not dispatch.inference() or not isinstance(layer, (nn.Linear, FP8Linear)):
         return False
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    fp8 = isinstance(layer, FP8Linear)
+    if x.dtype not in (*dispatch.HALF, FP8_DTYPE) or not (fp8 or x.dtype == layer.weight.dtype != FP8_DTYPE):
         return False
-    small = isinstance(layer, FP8Linear)
-    if x.dtype not in (torch.bfloat16, torch.float16, FORMAT) or not (small or x.dtype == layer.weight.dtype != FORMAT):
-        return False
-    out, into = layer.weight.shape
-    return out % MULTIPLE == 0 and into % (MULTIPLE_IN_FP8 if small else MULTIPLE) == 0
+    outputs, channels = layer.weight.shape
+    return outputs % CHANNEL_MULTIPLE == 0 and channels % (FP8_CHANNEL_MULTIPLE if fp8 else CHANNEL_MULTIPLE) == 0
 
 
-def ragged_linear(
+def linear(
     x: Tensor,
     layer: nn.Linear | FP8Linear,
-    start: Tensor,
+    cu_seqlens: Tensor,
     bias: Tensor | Literal["own"] | None = "own",
     gelu_for: nn.Module | None = None,
 ) -> Tensor:
-    """Of x [1, T, K], of which the first start[-1] tokens are real -> [1, T, N]; what is behind them, nobody may read.
+    """Apply the layer to the first cu_seqlens[-1] tokens of x [1, T, K] -> [1, T, N], undefined behind them.
 
-    `bias`: instead of the layer's own. `gelu_for`: GELU by its tanh formula follows, and it is written as that layer
-    reads it. Where `multiplies` says so, and in one stream at a time, for calls share the counters of a device.
+    `bias` replaces the layer's own. `gelu_for`: GELU by its tanh formula follows, in the input format of that layer.
+    Ask `supports` first, and call it in one stream at a time: calls share the counters of a device.
     """
-    into = Reads(layer.weight.dtype)
-    by = 1.0
+    output_format = InputFormat(layer.weight.dtype)
+    scale = 1.0
     if isinstance(layer, FP8Linear):
-        into, by = Reads(layer.dtype), layer.factor
-        x = x if x.dtype == FORMAT else ragged_rounded(x, layer, start)
+        output_format, scale = InputFormat(layer.dtype), layer.factor
+        x = x if x.dtype == FP8_DTYPE else rounded(x, layer, cu_seqlens)
     if gelu_for is not None:
-        into = reads(gelu_for)  # type: ignore[arg-type]
+        output_format = input_format(gelu_for)  # type: ignore[arg-type]
     return fused_product(
         x,
         layer.weight,
-        by,
+        scale,
         layer.bias if isinstance(bias, str) else bias,
-        start,
-        into,
+        cu_seqlens,
+        output_format,
         gelu_for is not None,
-        processors(x.device),  # programs, as many as run at once
+        num_sms(x.device),  # programs, as many as run at once
         counters(x.device),
         uses_tma(x.device),
         x.is_cuda,  # Triton's interpreter runs one program after the other
     )
 
 
-def ragged_gated(gate: Tensor, up: Tensor, start: Tensor, reader: nn.Module | None = None) -> Tensor:
-    """silu(gate) * up, of [1, T, N], for the layer behind it."""
-    into = Reads(gate.dtype) if reader is None else reads(reader)  # type: ignore[arg-type]
-    return fused_gated(gate, up, start, into, processors(gate.device))
+def silu_and_mul(gate: Tensor, up: Tensor, cu_seqlens: Tensor, reader: nn.Module | None = None) -> Tensor:
+    """silu(gate) * up, of [1, T, N], in the input format of the layer behind it."""
+    output_format = InputFormat(gate.dtype) if reader is None else input_format(reader)  # type: ignore[arg-type]
+    return fused_gated(gate, up, cu_seqlens, output_format, num_sms(gate.device))
 
 
-def ragged_rounded(x: Tensor, layer: FP8Linear, start: Tensor) -> Tensor:
-    """x [1, T, C] in 8 bits. Norms and attention write them by themselves."""
-    return fused_gated(x, None, start, layer.reads, processors(x.device))
+def rounded(x: Tensor, layer: FP8Linear, cu_seqlens: Tensor) -> Tensor:
+    """x [1, T, C] in FP8. Norms and attention write it by themselves."""
+    return fused_gated(x, None, cu_seqlens, layer.input_format, num_sms(x.device))
 
 
 @functools.cache
 def counters(device: torch.device) -> Tensor:
     """One for every tile that programs share. They are made once, before anything is captured, and then only the kernel
-    writes them: a CUDA graph must find them whenever it is replayed as the call before has left them."""
-    return torch.zeros(processors(device), dtype=torch.int32, device=device)
+    writes them: a replayed CUDA graph must find them as the call before has left them."""
+    return torch.zeros(num_sms(device), dtype=torch.int32, device=device)
 
 
-@functools.cache
 def uses_tma(device: torch.device) -> bool:
-    return TMA and torch.cuda.get_device_capability(device) >= OLDEST
+    return dispatch.USE_TMA and dispatch.has_tma(device)

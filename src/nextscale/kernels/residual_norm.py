@@ -1,7 +1,7 @@
 """The sum of a residual stream and the norm that reads it, in one pass.
 
-Everything between two matrix products of a block: what the first one gave is gated and added, the sum is normed and
-modulated for the second one. On the way in, tokens that a method chose are taken out of the stream.
+It is all that happens between two matrix products of a block: the result of the first is gated and added, the sum is
+normed and modulated for the second. On the way, tokens that a method chose are taken out of the stream.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.kernels.split_k import Parts
-
-try:
-    from nextscale.kernels.triton.residual_norm import fused_sum, fused_sum_and_norm
-except ImportError:  # a CPU build of torch comes without Triton
-    fused_sum_and_norm = fused_sum = None  # type: ignore[assignment]
+from nextscale.kernels import dispatch
+from nextscale.kernels.split_k import SplitKPartials
+from nextscale.kernels.triton.residual_norm import fused_sum, fused_sum_and_norm
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed
@@ -30,7 +27,7 @@ class Norm(NamedTuple):
     factor: Tensor | None = None
     term: Tensor | None = None
     plus_one: bool = False  # times 1 + factor
-    rms: bool = False  # no mean is taken off
+    rms: bool = False  # the mean is not subtracted
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.rms:
@@ -49,22 +46,23 @@ class Norm(NamedTuple):
 
 
 def gather_rows(vector: Tensor | None, chosen: Packed | None) -> Tensor | None:
-    """What every row has [R, 1, C], of the rows of chosen tokens [1, T, C]."""
+    """The vector [R, 1, C] of each chosen token's row, [1, T, C]."""
     if vector is None or chosen is None or vector.ndim == 1 or len(vector) == 1:
         return vector
     return vector[:, 0][chosen.row.long()][None]
 
 
-def fuses(x: Tensor) -> bool:
-    """Whether the kernels take a stream like this. torch.compile fuses the plain operations by itself."""
-    if fused_sum is None or not x.is_cuda or x.dtype != torch.float32 or x.stride(-1) != 1:
-        return False
-    return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+def supports(x: Tensor) -> bool:
+    """Whether the kernels take a stream like this."""
+    return dispatch.enabled(x) and x.dtype == torch.float32 and x.stride(-1) == 1 and dispatch.inference()
 
 
-def add_to(x: Tensor, delta: Tensor | Parts, gate: Tensor | None, chosen: Packed | None = None) -> Tensor:
-    """x + gate * delta, in float32; of `chosen` tokens, x and delta are [1, T, C]."""
-    if fuses(x):
+def gated_add(x: Tensor, delta: Tensor | SplitKPartials, gate: Tensor | None, chosen: Packed | None = None) -> Tensor:
+    """x + gate * delta, in float32; x and delta of `chosen` tokens are [1, T, C]."""
+    if supports(x):
         return fused_sum(x, delta, gate, chosen)
-    delta, gate = delta.total() if isinstance(delta, Parts) else delta, gather_rows(gate, chosen)
+    delta, gate = delta.total() if isinstance(delta, SplitKPartials) else delta, gather_rows(gate, chosen)
     return x + (delta.float() if gate is None else delta * gate)
+
+
+__all__ = ["Norm", "fused_sum_and_norm", "gated_add", "gather_rows", "supports"]

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import (
-    Activation,
-    Decision,
+from nextscale.methods.base import Method
+from nextscale.methods.device_inputs import DeviceInputs
+from nextscale.methods.policy import (
+    Capabilities,
+    Explanation,
     Group,
-    Method,
     Numbers,
+    PlainPolicy,
     Policy,
     PolicyContext,
     ScaleContext,
     ScalePlan,
 )
-from nextscale.methods.device_inputs import DeviceInputs
 from nextscale.methods.selection import Selection
 from nextscale.methods.token_cache import TokenCaches
 from nextscale.methods.validation import check_plan
-
-if TYPE_CHECKING:
-    from nextscale.models.residual import Stream
 
 _STRENGTH = {"run": 0, "skip": 1, "stop": 2}
 
@@ -50,24 +48,40 @@ class Compose(Method):
 
     def start(self, context: PolicyContext) -> Policy:
         policies = [part.begin(context) for part in self.parts]
-        selecting = [p for p in policies if not p.is_passthrough]
+        selecting = [p.name for p in policies if p.capabilities.selects]
         if len(selecting) > 1:
-            names = " and ".join(m.name for m, p in zip(self.parts, policies, strict=True) if p in selecting)
+            names = " and ".join(selecting)
             raise NextscaleError(f"{names} both select tokens, and a composition has room for one such method")
-        return ComposedPolicy(context, policies, selecting[0] if selecting else Policy(context))
+        return ComposedPolicy(context, policies)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "parts": [part.to_dict() for part in self.parts]}
 
 
+def merge(all_of: Sequence[Capabilities], selecting: Capabilities) -> Capabilities:
+    """Declare for a composition what its parts declare; one of them selects tokens."""
+    known = [c.kv_tokens for c in all_of if c.kv_tokens is not None]
+    others = [c for c in all_of if c is not selecting]
+    in_scale = [c.graph_key for c in all_of if not c.host_only]  # the others decide on the host alone
+    captured = all(c.host_only for c in others) and None not in in_scale
+    return Capabilities(
+        selects=selecting.selects,
+        acts_in_scale=any(c.acts_in_scale for c in all_of),
+        reads_features=any(c.reads_features for c in all_of),
+        keeps_input=selecting.keeps_input,
+        fused_restore=selecting.fused_restore,
+        kv_tokens=min(known) if known else None,
+        graph_key=in_scale[0] if in_scale and captured else None,
+        warmup_calls=max(c.warmup_calls for c in all_of),
+    )
+
+
 class ComposedPolicy(Policy):
-    def __init__(self, context: PolicyContext, policies: list[Policy], selecting: Policy) -> None:
-        self.policies, self.selecting = policies, selecting
+    def __init__(self, context: PolicyContext, policies: Sequence[Policy]) -> None:
+        self.policies = policies
+        self.selecting = next((p for p in policies if p.capabilities.selects), None) or PlainPolicy(context)
         super().__init__(context)
-        self.method = tuple(p.method for p in policies)
-        others = [p for p in policies if p is not selecting]
-        host = all(type(p).on_logits is Policy.on_logits for p in others)
-        self.capturable = selecting.capturable and host
+        self.capabilities = merge([p.capabilities for p in policies], self.selecting.capabilities)
 
     @property
     def memory(self) -> TokenCaches:
@@ -85,33 +99,9 @@ class ComposedPolicy(Policy):
     def uploads(self, uploads: DeviceInputs) -> None:
         self.selecting.uploads = uploads
 
-    @property
-    def passive(self) -> bool:
-        return all(p.passive for p in self.policies)
-
-    @property
-    def structure(self) -> Hashable:
-        """Of the parts that do something inside a scale: the others decide on the host alone."""
-        parts = tuple(p.structure for p in self.policies if not p.passive)
-        return None if None in parts else parts[0] if len(parts) == 1 else parts
-
-    @property
-    def is_passthrough(self) -> bool:
-        return self.selecting.is_passthrough
-
-    @property
-    def watches(self) -> bool:
-        return any(p.watches for p in self.policies)
-
-    def expected_tokens(self) -> int:
-        return min(p.expected_tokens() for p in self.policies)
-
     def plan_scale(self, scale: Scale) -> ScalePlan:
-        plans = [p.plan_scale(scale) for p in self.policies]
-        c = self.context
-        for policy, plan in zip(self.policies, plans, strict=True):
-            check_plan(policy, plan, c.images, c.parts, c.schedule.tokens)
-        chosen = plans[self.policies.index(self.selecting)] if self.selecting in self.policies else plans[0]
+        plans = [check_plan(p, p.plan_scale(scale)) for p in self.policies]
+        chosen = next((plan for p, plan in zip(self.policies, plans, strict=True) if p is self.selecting), plans[0])
         return ScalePlan(
             actions=tuple(
                 max(each, key=_STRENGTH.__getitem__) for each in zip(*(p.actions for p in plans), strict=True)
@@ -132,11 +122,6 @@ class ComposedPolicy(Policy):
     ) -> Tensor:
         return self.selecting.restore(layer, group, x, chosen, y, ctx)
 
-    def restore_residual(
-        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, ctx: ScaleContext
-    ) -> Tensor:
-        return self.selecting.restore_residual(layer, group, x, chosen, stream, ctx)
-
     def finalize(self, x: Tensor, ctx: ScaleContext) -> tuple[Tensor, Tensor | None]:
         return self.selecting.finalize(x, ctx)
 
@@ -154,26 +139,12 @@ class ComposedPolicy(Policy):
         for policy in self.policies:
             policy.on_features(features, ctx)
 
-    def activation(self, image: int) -> Activation:
-        """That of the first part which has one: methods that select tokens come first."""
+    def explain(self, image: int) -> Explanation:
+        """Take the activation of the first part that has one: the one that selects tokens comes first."""
         ordered = sorted(self.policies, key=lambda p: p is not self.selecting)
-        found = [p.activation(image) for p in ordered]
-        return next((a for a in found if a.scale is not None), found[0])
-
-    def decision(self, image: int, scale: Scale) -> Decision:
-        return self.selecting.decision(image, scale)
-
-    @property
-    def rehearsals(self) -> int:
-        return max(p.rehearsals for p in self.policies)
-
-    def rehearse(self, number: int) -> None:
-        for policy in self.policies:
-            policy.rehearse(min(number, policy.rehearsals - 1))
-
-    def conclude(self) -> None:
-        for policy in self.policies:
-            policy.conclude()
+        found = [p.explain(image) for p in ordered]
+        activation = next((e.activation for e in found if e.activation.scale is not None), found[0].activation)
+        return Explanation(activation, self.selecting.explain(image).decisions)
 
     def release(self) -> None:
         super().release()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Method, Policy, PolicyContext, ScalePlan
+from nextscale.methods.base import Method
+from nextscale.methods.policy import HOST_ONLY, Activation, Explanation, Policy, PolicyContext, ScalePlan
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class DropGuidance(Method):
 
 
 class DropGuidancePolicy(Policy):
+    capabilities = HOST_ONLY
+
     def __init__(self, context: PolicyContext, method: DropGuidance) -> None:
         super().__init__(context)
         self.from_scale = method.from_scale
@@ -42,5 +45,5 @@ class DropGuidancePolicy(Policy):
             return self.plan(scale)
         return self.plan(scale, guided=(False,) * self.context.images)
 
-    def activation(self, image: int) -> Activation:
-        return Activation(scale=self.from_scale, reason="fixed")
+    def explain(self, image: int) -> Explanation:
+        return Explanation(Activation(scale=self.from_scale, reason="fixed"))

@@ -9,7 +9,17 @@ from torch import Tensor
 
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Group, Method, Policy, PolicyContext, ScaleContext, ScalePlan
+from nextscale.methods.base import Method
+from nextscale.methods.policy import (
+    Activation,
+    Capabilities,
+    Explanation,
+    Group,
+    Policy,
+    PolicyContext,
+    ScaleContext,
+    ScalePlan,
+)
 from nextscale.methods.selection import Selection, scatter, topk_select
 from nextscale.methods.tables import read_table, relative_ratio
 
@@ -47,23 +57,19 @@ class FastVAR(Method):
 
 
 class FastVARPolicy(Policy):
-    capturable = True
-
     def __init__(self, context: PolicyContext, method: FastVAR) -> None:
         super().__init__(context)
         self.method = method
+        self.capabilities = Capabilities(reads_features=False, kv_tokens=0, graph_key=method)
         scales = len(context.schedule)
         table = read_table(method.scale_table)
         self.ratios = [relative_ratio(table, (k + 1) / scales) for k in range(scales)]
         self.first = next((k for k, ratio in enumerate(self.ratios) if ratio), scales)  # the first pruned scale
         self.layers = range(round(method.first_layer * context.depth), round(method.last_layer * context.depth))
 
-    def expected_tokens(self) -> int:
-        return 0
-
     def plan_scale(self, scale: Scale) -> ScalePlan:
         action = "skip" if self.ratios[scale.index] >= 1 else "run"
-        groups = tuple((part,) for part in self.context.parts)  # each sub-layer selects for itself
+        groups = tuple((sublayer,) for sublayer in self.context.sublayers)  # each sub-layer selects for itself
         return self.plan(scale, actions=(action,) * self.context.images, groups=groups)
 
     def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
@@ -85,6 +91,7 @@ class FastVARPolicy(Policy):
         assert cached is not None, "every image ran the cached scale"
         return scatter(x + cached, chosen, y)
 
-    def activation(self, image: int) -> Activation:
-        scales = len(self.context.schedule)
-        return Activation() if self.first == scales else Activation(scale=self.first + 1, reason="fixed")
+    def explain(self, image: int) -> Explanation:
+        if self.first == len(self.context.schedule):
+            return Explanation()
+        return Explanation(Activation(scale=self.first + 1, reason="fixed"))

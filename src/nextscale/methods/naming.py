@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nextscale.errors import NextscaleError, choices
+from nextscale.io.arguments import short_repr
 from nextscale.methods import METHODS, Compose, Method
 from nextscale.methods.base import read_stored
 from nextscale.methods.package_data import stored, stored_names
@@ -196,3 +197,13 @@ def _written(value: Any) -> str:
     if isinstance(value, str) and _BARE.fullmatch(value) and _value(value) == value:
         return value
     return json.dumps(value)
+
+
+def read_method(method: Method | str | None) -> Method | None:
+    """Read a method, also as the command line writes it: "nova:balanced+truncate:1"."""
+    if isinstance(method, str):
+        return parse_method(method)
+    if method is not None and not isinstance(method, Method):
+        names = choices(METHODS)
+        raise NextscaleError(f"method must be a method such as NOVA(), not {short_repr(method)}; by name: {names}")
+    return method

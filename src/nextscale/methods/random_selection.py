@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from nextscale.engine.schedule import Scale
-from nextscale.methods.base import Group, Method, Policy, PolicyContext, ScaleContext, ScalePlan
+from nextscale.methods.base import Method
 from nextscale.methods.compose import ComposedPolicy
 from nextscale.methods.nova import NOVA
+from nextscale.methods.policy import Group, Policy, PolicyContext, ScaleContext, ScalePlan
 from nextscale.methods.selection import Selection, topk_select
 
 
@@ -39,18 +40,14 @@ class RandomSelection(Method):
 
 class RandomPolicy(ComposedPolicy):
     def __init__(self, context: PolicyContext, like: Policy, method: RandomSelection) -> None:
-        super().__init__(context, [like], like)
+        super().__init__(context, [like])
         self.method = method
-
-    @property
-    def structure(self) -> Hashable:
-        """What the seed gives is told."""
-        like = super().structure
-        return None if like is None else (RandomSelection, like)
+        key = self.capabilities.graph_key  # the seed only makes numbers, which are uploaded
+        self.capabilities = dataclasses.replace(self.capabilities, graph_key=key and (RandomSelection, key))
 
     def plan_scale(self, scale: Scale) -> ScalePlan:
         plan = super().plan_scale(scale)
-        if plan.needs_hidden:  # told here, for a captured scale cannot draw them
+        if plan.needs_hidden:  # here, for a captured scale cannot draw them
             noise = [self._noise(scale, layer, group) for layer in range(self.context.depth) for group in plan.groups]
             self.upload(f"noise {scale.index}", torch.stack(noise))
         self.groups = plan.groups

@@ -1,4 +1,4 @@
-"""The usual way to fill holes: what the layer added one scale before."""
+"""Restore pruned tokens from what the layer added one scale before."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from nextscale.engine.schedule import Scale
-from nextscale.kernels.logit_lens import Filled
-from nextscale.kernels.restore import MODES, fused_record, fused_restore, puts
-from nextscale.methods.base import Group, Policy, PolicyContext, ScaleContext
+from nextscale.kernels import restore
+from nextscale.kernels.logit_lens import RestoredState
+from nextscale.methods.policy import Capabilities, Group, Policy, PolicyContext, ScaleContext
 from nextscale.methods.selection import Packed, Selection, gather, scatter
-from nextscale.models.residual import Stream
+from nextscale.models.residual import ResidualStream
 
 
 class CachedPolicy(Policy):
-    """A policy whose dropped tokens are restored from a cache; subclasses write `select`.
+    """Restore pruned tokens from a cache; subclasses write `select`.
 
-    A dropped token's output is its input plus the increment that the layer gave at this place one scale before
+    A pruned token's output is its input plus the increment that the layer gave at this place one scale before
     ("residual"), or the layer's output there ("feature"), or its input alone ("zero"). At the end of a scale, cells
     that some layer left out are sampled like all others, or add "nothing" to the map.
     """
@@ -28,14 +28,19 @@ class CachedPolicy(Policy):
         restore_mode: str = "nearest",
         after: int = 0,
         uncomputed: str = "sample",
+        extends_restore: bool = False,
     ) -> None:
+        """`extends_restore`: the subclass has a `restore` of its own, so no kernel may stand in for it."""
         super().__init__(context)
         self.kind, self.restore_mode, self.uncomputed = kind, restore_mode, uncomputed
         self.after = after  # scales that are never followed by a reduced one need not be recorded
         self.computed: Tensor | None = None  # cells of this scale that every layer computed, if the others add nothing
-
-    def expected_tokens(self) -> int:
-        return 0  # the KV cache grows with what is kept
+        self.capabilities = Capabilities(
+            reads_features=False,
+            keeps_input=kind == "zero" and not extends_restore,
+            fused_restore=self._fused_restore if kind == "residual" and not extends_restore else None,
+            kv_tokens=0,  # the KV cache grows with what is kept
+        )
 
     def records(self, scale: Scale) -> bool:
         """Whether a later scale may need what this one leaves behind."""
@@ -50,44 +55,36 @@ class CachedPolicy(Policy):
             return y
         cache, rows, grid = self.memory["added", layer, group], ctx.rows, ctx.scale.grid
         cached = None if chosen is None else cache.read(rows, grid, self.restore_mode)
-        filled, new = self._restored(None if cached is None else cached.to(x.dtype), x, chosen, y)
+        restored, new = self._restored(None if cached is None else cached.to(x.dtype), x, chosen, y)
         if self.records(ctx.scale):
             # Kept as exactly as the layers compute: at a high resolution this is most of a run's memory.
             cache.store(rows, grid, new.to(self.context.dtype))
-        return filled
+        return restored
 
-    @property
-    def fills_plainly(self) -> bool:
-        """Whether nothing is done to the holes but to fill them."""
-        return type(self).restore is CachedPolicy.restore
-
-    @property
-    def keeps_input(self) -> bool:
-        return self.fills_plainly and self.kind == "zero"
-
-    def restore_residual(
-        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: Stream, ctx: ScaleContext
-    ) -> Tensor:
-        if self.kind != "residual" or not self.fills_plainly or not puts(x):
-            return super().restore_residual(layer, group, x, chosen, stream, ctx)
+    def _fused_restore(
+        self, layer: int, group: Group, x: Tensor, chosen: Selection | None, stream: ResidualStream, ctx: ScaleContext
+    ) -> Tensor | None:
+        """Restore in the pass that makes the stream's last sum; None where there is no kernel for it."""
+        if not restore.supports(x):
+            return None
         cache, rows, grid = self.memory["added", layer, group], ctx.rows, ctx.scale.grid
         newest, logit_lens = cache.newest(rows), ctx.fused_logit_lens
         new = cache.place(rows, grid, x, self.context.dtype) if self.records(ctx.scale) else None
         if chosen is None and new is not None:
             if logit_lens is not None:
                 logit_lens.forget()  # x will not be what it saw
-            filled = fused_record(x, stream, new)
-        elif isinstance(chosen, Packed) and newest is not None and self.restore_mode in MODES:
+            restored = restore.fused_record(x, stream, new)
+        elif isinstance(chosen, Packed) and newest is not None and self.restore_mode in restore.MODES:
             grids, mode = (newest.grid, grid), self.restore_mode
             moments = None if logit_lens is None else logit_lens.moments(x, chosen)
-            filled = fused_restore(x, newest.maps, grids, mode, chosen, stream, new, moments)
+            restored = restore.fused_restore(x, newest.maps, grids, mode, chosen, stream, new, moments)
             if logit_lens is not None and moments is not None:
-                logit_lens.filled = Filled(filled, chosen, newest.maps, grids, mode)
+                logit_lens.restored = RestoredState(restored, chosen, newest.maps, grids, mode)
         else:
-            return super().restore_residual(layer, group, x, chosen, stream, ctx)
+            return None
         if new is not None:
             cache.store(rows, grid, new)
-        return filled
+        return restored
 
     def _restored(self, cached: Tensor | None, x: Tensor, chosen: Selection | None, y: Tensor) -> tuple[Tensor, Tensor]:
         """The output of all tokens, and what the next scale will find."""
@@ -95,11 +92,11 @@ class CachedPolicy(Policy):
         if chosen is None:
             return y, y if feature else y - x
         if cached is None:  # nothing to restore from: the first scale that this image runs
-            filled = scatter(x, chosen, y)
-            return filled, filled if feature else filled - x
+            restored = scatter(x, chosen, y)
+            return restored, restored if feature else restored - x
         if feature:
-            filled = scatter(cached, chosen, y)
-            return filled, filled
+            restored = scatter(cached, chosen, y)
+            return restored, restored
         # What a dropped token received ages with it.
         return scatter(x + cached, chosen, y), scatter(cached, chosen, y - gather(x, chosen))
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nextscale.kernels.topk_select import fused_select, selects
+from nextscale.kernels import topk
 
 if TYPE_CHECKING:
-    from nextscale.engine.state import Rows
+    from nextscale.engine.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Selection:
         """Without those of the rows that are False in [R]."""
         return Selection(self.index, self.count * rows)
 
-    def spread(self, rows: Rows) -> Selection:
+    def expand_to_rows(self, rows: Rows) -> Selection:
         """That of every image, for all its rows."""
-        return Selection(rows.spread(self.index), rows.spread(self.count))
+        return Selection(rows.expand_to_rows(self.index), rows.expand_to_rows(self.count))
 
     @property
     def as_packed(self) -> Packed | None:
@@ -165,8 +165,8 @@ class Packed(Selection):
     def only(self, rows: Tensor) -> Packed:
         return Packed.of_mask((self.slot >= 0) & rows[:, None])
 
-    def spread(self, rows: Rows) -> Packed:
-        return Packed.of_mask(rows.spread(self.slot >= 0))
+    def expand_to_rows(self, rows: Rows) -> Packed:
+        return Packed.of_mask(rows.expand_to_rows(self.slot >= 0))
 
     def repeated(self, copies: int) -> Packed:
         if copies == 1:
@@ -193,8 +193,8 @@ def topk_select(score: Tensor, count: Tensor, copies: int = 1) -> Selection:
 
     Kernels leave them packed, and nobody waits for the counts. Elsewhere the host does.
     """
-    if selects(score):
-        return Packed(*fused_select(score, count, copies))
+    if topk.supports(score):
+        return Packed(*topk.fused_select(score, count, copies))
     n, slots = score.shape[1], int(count.max())
     # A stable sort, not topk: which of two equal scores stays must not depend on the batch or the device.
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :slots]
@@ -205,9 +205,9 @@ def topk_select(score: Tensor, count: Tensor, copies: int = 1) -> Selection:
 
 def for_rows(rows: Rows, keep: Callable[..., Selection]) -> Selection:
     """What `keep(copies=n)` keeps of every image, for all rows of the images at work."""
-    if not rows.unconditional or rows.unconditional == rows.which:
+    if not rows.unconditional or rows.unconditional == rows.image_ids:
         return keep(copies=2 if rows.unconditional else 1)
-    return keep(copies=1).spread(rows)
+    return keep(copies=1).expand_to_rows(rows)
 
 
 def every_token(x: Tensor, rows: Tensor) -> Selection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError, choices
 from nextscale.io.reading import read_json
-from nextscale.methods.base import Activation, Method, Policy, PolicyContext, ScaleContext, ScalePlan
+from nextscale.methods.base import Method
 from nextscale.methods.package_data import stored, stored_names
+from nextscale.methods.policy import HOST_ONLY, Activation, Explanation, Policy, PolicyContext, ScaleContext, ScalePlan
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,11 @@ class SkipVARPolicy(Policy):
         self.decides = min(max(round(method.at * len(scales)) - 1, 1), len(scales) - 2)
         self.size = scales[max(round(method.preview * len(scales)) - 1, 0)]
         self.old: Tensor | None = None
-        self.rehearsed: int | None = None  # the first scale without guidance, if it has been decided beforehand
         self.features: dict[int, list[float]] = {}
         self.stop_at = [len(scales)] * context.images
         self.unguided_from = [len(scales)] * context.images
+        # Two warm-up calls: all scales with guidance, then the last ones without.
+        self.capabilities = dataclasses.replace(HOST_ONLY, reads_features=True, warmup_calls=2)
 
     def plan_scale(self, scale: Scale) -> ScalePlan:
         guided = self.context.sampling.guided_until
@@ -139,10 +142,10 @@ class SkipVARPolicy(Policy):
         new, old = self._picture(features), self._picture(self.old)
         values = torch.stack((gradient_change(new, old), high_frequency_share(new)), dim=1).tolist()
         last = len(self.context.schedule)
-        if self.rehearsed is not None:
-            self.unguided_from = [self.rehearsed] * self.context.images
+        if self.context.warmup is not None:
+            self.unguided_from = [self.decides + 1 if self.context.warmup else last] * self.context.images
             return
-        for image in ctx.rows.which:
+        for image in ctx.rows.image_ids:
             self.features[image] = values[image]
             left_out = self.skip(values[image][: len(self.skip.mean)])
             self.stop_at[image] = max(last - left_out, self.decides + 1)
@@ -151,15 +154,6 @@ class SkipVARPolicy(Policy):
                 self.unguided_from[image] = max(last - free, self.decides + 1)
         self.old = None
 
-    @property
-    def rehearsals(self) -> int:
-        return 2
-
-    def rehearse(self, number: int) -> None:
-        """All scales with guidance, then the last ones without."""
-        unguided = self.decides + 1 if number else len(self.context.schedule)
-        self.rehearsed = unguided
-
     def _picture(self, features: Tensor) -> Tensor:
         """A small decoded picture of the map so far."""
         assert self.context.decode is not None
@@ -167,8 +161,8 @@ class SkipVARPolicy(Policy):
         size = (self.size.h * factor, self.size.w * factor)
         return self.context.decode(F.interpolate(features, size=size, mode="bilinear"))
 
-    def activation(self, image: int) -> Activation:
+    def explain(self, image: int) -> Explanation:
         first = min(self.stop_at[image], self.unguided_from[image]) + 1
         if first > len(self.context.schedule):
-            return Activation(reason="never")
-        return Activation(scale=first, reason="fixed")
+            return Explanation(Activation(reason="never"))
+        return Explanation(Activation(scale=first, reason="fixed"))

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nextscale.engine.rows import Rows
 from nextscale.engine.schedule import Grid, Scale
-from nextscale.engine.state import Rows
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Group, Method, Policy, PolicyContext, ScaleContext
+from nextscale.methods.base import Method
+from nextscale.methods.policy import Activation, Capabilities, Explanation, Group, Policy, PolicyContext, ScaleContext
 from nextscale.methods.selection import Selection, for_rows, gather, topk_select
 from nextscale.methods.token_cache import store_chosen
 
@@ -50,20 +51,16 @@ class SparseVAR(Method):
 
 
 class SparseVARPolicy(Policy):
-    capturable = True
-
     def __init__(self, context: PolicyContext, method: SparseVAR) -> None:
         super().__init__(context)
         self.method = method
+        self.capabilities = Capabilities(reads_features=False, kv_tokens=0, graph_key=method)
         self.first = math.ceil(method.start_scale * len(context.schedule) - 1e-9) - 1  # index of the first sparse scale
         self.block = min(int(method.block * context.depth), context.depth - 1)
         # Its memory, all of the conditional rows: how much the block changed each cell ("change"), the cells that
         # are out ("excluded"), and the logits of the scale before.
         self.keep: Tensor | None = None  # [B, N] of this scale
         self.chosen: Selection | None = None
-
-    def expected_tokens(self) -> int:
-        return 0
 
     def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
         if ctx.scale.index < self.first:
@@ -74,7 +71,7 @@ class SparseVARPolicy(Policy):
 
     def _decide(self, ctx: ScaleContext) -> None:
         """One selection for the whole scale."""
-        m, grid, images = self.method, ctx.scale.grid, Rows(ctx.rows.which, ())
+        m, grid, images = self.method, ctx.scale.grid, Rows(ctx.rows.image_ids, ())
         change = self.memory["change"].read(images, grid, m.restore_mode)
         assert change is not None, "every image ran the scale before"
         low = change[..., 0] < m.tau * change[..., 0].amax(1, keepdim=True)
@@ -97,7 +94,7 @@ class SparseVARPolicy(Policy):
         if layer == self.block and self.first - 1 <= scale.index < len(self.context.schedule) - 1:
             own = None if chosen is None else chosen.first(images)
             moved = (y[:images] - gather(x[:images], own)).square().mean(-1, keepdim=True)
-            which = Rows(ctx.rows.which, ())
+            which = Rows(ctx.rows.image_ids, ())
             store_chosen(self.memory["change"], which, scale.grid, own, moved, self.method.restore_mode)
         return super().restore(layer, group, x, chosen, y, ctx)
 
@@ -106,7 +103,7 @@ class SparseVARPolicy(Policy):
         if self.keep is None:
             return x, None
         m, grid = self.method, ctx.scale.grid
-        before = self.memory["logits"].read(Rows(ctx.rows.which, ()), grid, m.restore_mode)
+        before = self.memory["logits"].read(Rows(ctx.rows.image_ids, ()), grid, m.restore_mode)
         assert before is not None
         across, down = (torch.arange(0, n, m.anchor, device=x.device) for n in reversed(grid))
         anchors = (down[:, None] * grid[1] + across).flatten()
@@ -119,13 +116,15 @@ class SparseVARPolicy(Policy):
         own = torch.arange(ctx.scale.tokens, device=x.device).expand_as(nearest)
         copied = ~self.keep & (likeness >= m.similarity)
         source = torch.where(copied, anchors[nearest], own)
-        x = gather(x, Selection(ctx.rows.spread(source), torch.full((len(x),), source.shape[1], device=x.device)))
+        x = gather(
+            x, Selection(ctx.rows.expand_to_rows(source), torch.full((len(x),), source.shape[1], device=x.device))
+        )
         return x, (self.keep | copied).to(x.dtype)
 
     def on_logits(self, x: Tensor, raw: Tensor, logits: Tensor, ctx: ScaleContext) -> None:
         scale: Scale = ctx.scale
         if self.first - 1 <= scale.index < len(self.context.schedule) - 1:
-            self.memory["logits"].store(Rows(ctx.rows.which, ()), scale.grid, raw[: ctx.rows.images].flatten(2))
+            self.memory["logits"].store(Rows(ctx.rows.image_ids, ()), scale.grid, raw[: ctx.rows.images].flatten(2))
 
-    def activation(self, image: int) -> Activation:
-        return Activation(scale=self.first + 1, reason="fixed")
+    def explain(self, image: int) -> Explanation:
+        return Explanation(Activation(scale=self.first + 1, reason="fixed"))

@@ -15,13 +15,13 @@ from nextscale.engine.schedule import Grid, Schedule
 from nextscale.methods.selection import Selection, scatter
 
 if TYPE_CHECKING:
-    from nextscale.engine.state import Rows
+    from nextscale.engine.rows import Rows
 
 Row = tuple[int, bool]  # image, conditional
 
 
 def keys_of(rows: Rows) -> list[Row]:
-    return [(i, True) for i in rows.which] + [(i, False) for i in rows.unconditional]
+    return [(i, True) for i in rows.image_ids] + [(i, False) for i in rows.unconditional]
 
 
 def resize_tokens(x: Tensor, grid: Grid, to: Grid, mode: str) -> Tensor:

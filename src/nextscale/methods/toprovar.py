@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from nextscale.engine.rows import Rows
 from nextscale.engine.schedule import Scale
-from nextscale.engine.state import Rows
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import (
+from nextscale.methods.base import Method
+from nextscale.methods.policy import (
     Activation,
-    Decision,
+    Explanation,
     Group,
-    Method,
     Numbers,
     Policy,
     PolicyContext,
@@ -67,8 +68,6 @@ class ToProVAR(Method):
 
 
 class ToProVARPolicy(CachedPolicy):
-    capturable = True
-
     def __init__(self, context: PolicyContext, method: ToProVAR) -> None:
         self.landmark = max(round(method.representative * len(context.schedule)), 2) - 1  # index of that scale
         super().__init__(context, "residual", method.restore_mode, self.landmark, method.uncomputed)
@@ -77,12 +76,9 @@ class ToProVARPolicy(CachedPolicy):
         self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
         self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Numbers]]] = []
         self.rho: dict[tuple[int, int], float] = {}  # image, scale
-        self.rehearsed: bool | None = None  # whether scales are reduced, if it has been decided beforehand
-
-    @property
-    def structure(self) -> Hashable:
-        """The others decide who is active, and what is told of layers."""
-        return self.method.without("tau", "scale_stage", "center")
+        # The other fields decide which images are active, and what is uploaded of layers.
+        key = method.without("tau", "scale_stage", "center")
+        self.capabilities = dataclasses.replace(self.capabilities, graph_key=key, warmup_calls=2)
 
     # Between scales, on the host
 
@@ -108,17 +104,10 @@ class ToProVARPolicy(CachedPolicy):
                     self.depth_scale[image] = scale.index + 1
         self.pending.clear()
 
-    @property
-    def rehearsals(self) -> int:
-        return 2
-
-    def rehearse(self, number: int) -> None:
-        self.rehearsed = bool(number)
-
     def _first(self, image: int) -> int | None:
         """The first reduced scale, from 1: after D, and after layers were told apart."""
-        if self.rehearsed is not None:
-            return self.landmark + 2 if self.rehearsed else None
+        if self.context.warmup is not None:
+            return self.landmark + 2 if self.context.warmup else None
         if not self.method.scale_stage:
             return self.landmark + 2
         d = self.depth_scale[image]
@@ -132,7 +121,7 @@ class ToProVARPolicy(CachedPolicy):
 
     def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
         rows, scale = ctx.rows, ctx.scale
-        if not any(self._active(image, scale) for image in rows.which):
+        if not any(self._active(image, scale) for image in rows.image_ids):
             return None
         m, n = self.method, scale.tokens
         tendency = self._entropy(layer, ctx)
@@ -152,7 +141,7 @@ class ToProVARPolicy(CachedPolicy):
 
     def _entropy(self, layer: int, ctx: ScaleContext) -> Tensor:
         """Attention entropy of every token, [B, N], as far as it is known before the layer has run."""
-        images, grid = Rows(ctx.rows.which, ()), ctx.scale.grid
+        images, grid = Rows(ctx.rows.image_ids, ()), ctx.scale.grid
         source = layer
         if self.method.entropy_from == "previous_layer" and layer > 0:
             source = layer - 1
@@ -166,13 +155,13 @@ class ToProVARPolicy(CachedPolicy):
         entropy = ctx.attention_entropy[layer][..., None]
         chosen = ctx.chosen[layer]["self"]
         own = None if chosen is None else chosen.first(len(entropy))
-        images = Rows(ctx.rows.which, ())
+        images = Rows(ctx.rows.image_ids, ())
         store_chosen(self.memory["entropy", layer], images, ctx.scale.grid, own, entropy, self.method.restore_mode)
 
     def on_logits(self, x: Tensor, raw: Tensor, logits: Tensor, ctx: ScaleContext) -> None:
         if not ctx.attention_entropy:
             return
-        images, scale = Rows(ctx.rows.which, ()), ctx.scale
+        images, scale = Rows(ctx.rows.image_ids, ()), ctx.scale
         for layer in range(self.context.depth):
             self._store(layer, ctx)
         maps = [
@@ -185,19 +174,19 @@ class ToProVARPolicy(CachedPolicy):
         self.stacked = stacked.transpose(0, 1).unflatten(2, scale.grid)  # [B, depth, h, w]
 
     def report(self, ctx: ScaleContext) -> dict[str, Tensor]:
-        upload = {}
+        report = {}
         if ctx.attention_entropy:
-            upload["rho"] = self.low
+            report["rho"] = self.low
             if ctx.scale.index == self.landmark:
-                upload["maps"] = self.stacked
-        return upload
+                report["maps"] = self.stacked
+        return report
 
     def on_report(self, ctx: ScaleContext, report: Mapping[str, Numbers]) -> None:
         if "rho" in report:
-            self.pending.append((ctx.scale, ctx.rows.which, report))
+            self.pending.append((ctx.scale, ctx.rows.image_ids, report))
         if "maps" in report:  # singular values wait for the device, so they cannot be found inside a scale
             found = self._dominance(torch.as_tensor(report["maps"]))
-            self.dominance.update(dict(zip(ctx.rows.which, found, strict=True)))
+            self.dominance.update(dict(zip(ctx.rows.image_ids, found, strict=True)))
             ones = torch.ones_like(found[0])
             self.upload("dominance", torch.stack([self.dominance.get(i, ones) for i in range(self.context.images)]))
 
@@ -211,12 +200,9 @@ class ToProVARPolicy(CachedPolicy):
 
     # For the trace
 
-    def activation(self, image: int) -> Activation:
+    def explain(self, image: int) -> Explanation:
         self._read()
-        first = self._first(image)
+        first, d = self._first(image), self.depth_scale[image]
         if first is None or first > len(self.context.schedule):
-            return Activation(None, self.depth_scale[image], "never")
-        return Activation(first, self.depth_scale[image], "inflection" if self.method.scale_stage else "fixed")
-
-    def decision(self, image: int, scale: Scale) -> Decision:
-        return Decision()
+            return Explanation(Activation(None, d, "never"))
+        return Explanation(Activation(first, d, "inflection" if self.method.scale_stage else "fixed"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
-from nextscale.methods.base import Activation, Method, Policy, PolicyContext, ScalePlan
+from nextscale.methods.base import Method
+from nextscale.methods.policy import HOST_ONLY, Activation, Explanation, Policy, PolicyContext, ScalePlan
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,15 @@ class TruncatePolicy(Policy):
     def __init__(self, context: PolicyContext, method: Truncate) -> None:
         super().__init__(context)
         self.first_left_out = len(context.schedule) - method.k
-
-    def expected_tokens(self) -> int:
-        return sum(s.tokens for s in self.context.schedule if s.index < self.first_left_out)
+        tokens = sum(s.tokens for s in context.schedule if s.index < self.first_left_out)
+        self.capabilities = dataclasses.replace(HOST_ONLY, kv_tokens=tokens)
 
     def plan_scale(self, scale: Scale) -> ScalePlan:
         if scale.index < self.first_left_out:
             return self.plan(scale)
         return self.plan(scale, actions=("stop",) * self.context.images)
 
-    def activation(self, image: int) -> Activation:
+    def explain(self, image: int) -> Explanation:
         if self.first_left_out == len(self.context.schedule):
-            return Activation()
-        return Activation(scale=self.first_left_out + 1, reason="fixed")
+            return Explanation()
+        return Explanation(Activation(scale=self.first_left_out + 1, reason="fixed"))

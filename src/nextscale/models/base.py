@@ -1,52 +1,55 @@
-"""What a backbone is: weights and pure functions. Nothing is kept between calls."""
+"""The interface of backbones: weights and pure functions. Nothing is kept between calls."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from nextscale.cache.kv import BlockCausal, Memory
+from nextscale.cache.kv import BlockCausalAttention
 from nextscale.engine.schedule import Scale, Schedule, Size
-from nextscale.kernels.attention import WIDTHS, fused
-from nextscale.models.residual import Stream
+from nextscale.kernels import dispatch
+from nextscale.kernels.flash_attention import HEAD_DIMS
+from nextscale.models.residual import ResidualStream
 
 if TYPE_CHECKING:
     from nextscale.engine.guidance import Number
     from nextscale.engine.rng import NoiseSource
-    from nextscale.engine.sampling import Drawn
-    from nextscale.engine.state import Rows
+    from nextscale.engine.rows import Rows
+    from nextscale.engine.sampling import Sampled
     from nextscale.kernels.logit_lens import BitHead
-    from nextscale.methods.selection import Selection
     from nextscale.models.layers import SelfAttention
     from nextscale.tokenizers.base import ImageTokenizer
 
+# Queries, keys and values of new tokens [R, K, 3, H, D] -> attention over all that they can see, [R, H, K, D].
+Attend = Callable[["SelfAttention", Tensor], Tensor]
 S = TypeVar("S", bound="Conditioning")
 
 
 def per_row() -> Any:
-    """A field of a State whose tensors have one entry per guidance row."""
+    """A field of a `Conditioning` whose tensors have one entry per guidance row."""
     return dataclasses.field(metadata={"per_row": True})
 
 
 def shared() -> Any:
-    """A field of a State that all rows have in common."""
+    """A field of a `Conditioning` that all rows have in common."""
     return dataclasses.field()
 
 
 @dataclasses.dataclass(frozen=True)
 class Conditioning:
-    """All that is constant in a run: conditions, modulation, text keys and values, rotary tables."""
+    """What stays the same in a run: conditions, modulation, text keys and values, rotary tables."""
 
     text_lengths: Tensor | None = per_row()  # [R] keys that cross-attention sees; None without it
 
     def tensors(self) -> list[Tensor]:
-        """All of them, in a fixed order."""
+        """All tensors, in a fixed order."""
 
         def walk(value: Any) -> list[Tensor]:
             if isinstance(value, (list, tuple)):
@@ -56,7 +59,7 @@ class Conditioning:
         return [t for f in dataclasses.fields(self) for t in walk(getattr(self, f.name))]
 
     def take(self: S, rows: Tensor | slice) -> S:
-        """The same state for some of its rows."""
+        """The conditioning of some rows."""
 
         def pick(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -68,44 +71,35 @@ class Conditioning:
 
 
 class Block(nn.Module, ABC):
-    """A layer. It is given what it reads of the state, so that one compiled function fits all layers."""
+    """A layer. It is passed what it reads of the conditioning, so that one compiled function fits all layers."""
 
     attn: SelfAttention
 
+    def forward(self, stream: ResidualStream, block_cond: Any, attend: Attend, sublayers: Sequence[str]) -> None:
+        """Add what these sublayers make of the stream."""
+        for name in sublayers:
+            if name == "self":
+                self.out_proj(stream, attend(self.attn, self.qkv(stream, block_cond)), block_cond)
+            else:
+                self.sublayer(name, stream, block_cond)
+
     @abstractmethod
-    def ask(self, stream: Stream, block_cond: Any) -> Tensor:
+    def qkv(self, stream: ResidualStream, block_cond: Any) -> Tensor:
         """Queries, keys and values [R, K, 3, H, D] of the stream's tokens, as `attn.split` reads them."""
 
     @abstractmethod
-    def answer(self, stream: Stream, seen: Tensor, block_cond: Any) -> None:
-        """Add what self-attention makes of what the queries have seen [R, H, K, D]."""
+    def out_proj(self, stream: ResidualStream, attn_out: Tensor, block_cond: Any) -> None:
+        """Add the projected output [R, H, K, D] of self-attention."""
 
     @abstractmethod
-    def part(self, name: str, stream: Stream, block_cond: Any) -> None:
-        """Add what another part makes of the stream."""
+    def sublayer(self, name: str, stream: ResidualStream, block_cond: Any) -> None:
+        """Add what another sublayer makes of the stream."""
 
 
-def through(
-    block: Block,
-    parts: Sequence[str],
-    stream: Stream,
-    block_cond: Any,
-    positions: Tensor | None,
-    memory: Memory,
-    chosen: Selection | None = None,
-) -> None:
-    """Tokens through some parts of a layer; `chosen` says which they are, if not all."""
-    for part in parts:
-        if part == "self":
-            block.answer(stream, memory.see(block.attn, block.ask(stream, block_cond), positions, chosen), block_cond)
-        else:
-            block.part(part, stream, block_cond)
-
-
-def takes_packed(backbone: Backbone) -> bool:
-    """Whether there are kernels for its layers on tokens that lie packed. Float32 would lose digits there."""
-    half = backbone.dtype in (torch.bfloat16, torch.float16)
-    return fused is not None and backbone.device.type == "cuda" and half and backbone.head_dim in WIDTHS
+def supports_packed(backbone: Backbone) -> bool:
+    """Whether there are kernels for the layers on packed tokens. Float32 would lose digits there."""
+    known = backbone.dtype in dispatch.HALF and backbone.head_dim in HEAD_DIMS
+    return known and dispatch.enabled_on(backbone.device)
 
 
 class Backbone(nn.Module, ABC):
@@ -113,13 +107,14 @@ class Backbone(nn.Module, ABC):
 
     family: ClassVar[str]
     prompts: ClassVar[str]  # what a condition is made of: "label" or "text"
-    parts: ClassVar[tuple[str, ...]]  # the sub-layers of a block, in order; methods select tokens per part
+    sublayers: ClassVar[tuple[str, ...]]  # of a block, in order; methods select tokens for each
     config: Any
     blocks: Any  # a ModuleList of Block
     depth: int
     width: int
     heads: int
     hidden: int  # width inside the MLP
+    mlp_matrices: ClassVar[int] = 2  # a gated MLP has 3
     context: int = 0  # tokens that run in front of the first scale's own
     token_shape: tuple[int, ...]  # () for an index, (d,) for d bits
     token_values: int  # a token, or a bit of it, lies in 0..token_values - 1
@@ -148,15 +143,15 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def prepare(self, inputs: tuple[Tensor | None, ...], schedule: Schedule) -> Any:
-        """The State of a run from what was read; on the device alone."""
+        """The conditioning of a run from what was read; on the device alone."""
 
-    def begin(self, condition: Any, schedule: Schedule, guided: bool) -> Any:
-        """The State of a run."""
+    def conditioning(self, condition: Any, schedule: Schedule, guided: bool) -> Any:
+        """The conditioning of a run."""
         return self.prepare(self.read(condition, guided), schedule)
 
     @abstractmethod
     def embed(self, cond: Any, inputs: Tensor | None, scale: Scale) -> Tensor:
-        """What enters the first block, [R, N, C]. `inputs` [R, N, d] is the map so far; None at the first scale."""
+        """The input of the first block, [R, N, C]. `inputs` [R, N, d] is the map so far; None at the first scale."""
 
     @abstractmethod
     def positions(self, cond: Any, scale: Scale) -> Tensor | None:
@@ -164,7 +159,7 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def block_cond(self, cond: Any, layer: int) -> Any:
-        """What block `layer` reads of the state."""
+        """What block `layer` reads of the conditioning."""
 
     @abstractmethod
     def head(self, cond: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
@@ -179,27 +174,27 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def schedule(self, size: Size, stride: int) -> Schedule:
-        """The grids of a picture; `stride` is the tokenizer's pixels per token side."""
+        """The grids of an image; `stride` is the tokenizer's pixels per token side."""
 
     @abstractmethod
     def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
         """The user's guidance_scale, in this family's convention, as one weight per scale (1 = none)."""
 
     def progress(self, scales: int) -> tuple[float, ...]:
-        """0 at the first scale to 1 at the last, which sets the smoothing."""
+        """How far each scale is, from 0 at the first to 1 at the last; this sets the smoothing."""
         return tuple(k / max(scales - 1, 1) for k in range(scales))
 
     def finish(
         self,
         cond: Any,
         x: Tensor,
-        drawn: Drawn,
+        drawn: Sampled,
         tokenizer: ImageTokenizer,
         rows: Rows,
         weight: Number,
-        draws: NoiseSource,
+        noise: NoiseSource,
     ) -> Tensor:
-        """What the last scale adds, [B, N, d]; x [R, N, C] is the output of its last block."""
+        """The codes that the last scale adds, [B, N, d]; x [R, N, C] is the output of its last block."""
         return drawn.codes
 
     @property
@@ -210,9 +205,11 @@ class Backbone(nn.Module, ABC):
         """Multiply-adds x 2 of the output head."""
         return 2 * tokens * self.width * self.logits_per_token
 
-    @abstractmethod
-    def flops(self, part: str, tokens: int, keys: int) -> int:
-        """Multiply-adds x 2 of one part for `tokens` queries over `keys` keys (text keys for cross-attention)."""
+    def flops(self, sublayer: str, tokens: int, keys: int) -> int:
+        """Multiply-adds x 2 of a sublayer for `tokens` queries over `keys` keys (text keys for cross-attention)."""
+        if sublayer == "self":
+            return 2 * tokens * 4 * self.width**2 + 4 * tokens * keys * self.width
+        return 2 * self.mlp_matrices * tokens * self.width * self.hidden
 
     def teacher_forced(self, cond: Any, inputs: Sequence[Tensor | None], schedule: Schedule) -> Tensor:
         """Logits of all scales in one block-causal pass over the maps that preceded each scale."""
@@ -221,8 +218,8 @@ class Backbone(nn.Module, ABC):
         tables = [self.positions(cond, scale) for scale in schedule]
         positions = None if tables[0] is None else torch.cat([t for t in tables if t is not None], dim=1)
         context = x.shape[1] - schedule.tokens
-        memory = BlockCausal(schedule, context)
-        stream = Stream(x)
+        attend = functools.partial(BlockCausalAttention(schedule, context).attend, positions=positions)
+        stream = ResidualStream(x)
         for layer, block in enumerate(self.blocks):
-            through(block, self.parts, stream, self.block_cond(cond, layer), positions, memory)
+            block(stream, self.block_cond(cond, layer), attend, self.sublayers)
         return self.head(cond, stream.sum[:, context:])

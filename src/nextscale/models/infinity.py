@@ -16,18 +16,17 @@ from nextscale.engine.guidance import per_scale
 from nextscale.engine.schedule import Grid, Scale, Schedule, Size, infinity_schedule, infinity_schedule_for_size
 from nextscale.errors import NextscaleError
 from nextscale.io.config import MAX_BLOCKS, Config, Limits
-from nextscale.io.devices import to_device_async
-from nextscale.kernels.absorbed_cross_attention import absorbs, attend_absorbed
-from nextscale.kernels.attention import attend, runs_on
-from nextscale.kernels.fp8 import reads
-from nextscale.kernels.linear_small import linear_for_sum
-from nextscale.kernels.residual_norm import Norm, add_to
-from nextscale.kernels.sdpa import attention
-from nextscale.kernels.split_k import Parts
-from nextscale.models.adaln import ModulatedBackbone, ModulatedBlock, ModulatedState
+from nextscale.kernels import absorbed_cross_attention, flash_attention
+from nextscale.kernels.fp8 import input_format
+from nextscale.kernels.linear_small import linear_split_k
+from nextscale.kernels.residual_norm import Norm, gated_add
+from nextscale.kernels.sdpa import scaled_dot_product_attention
+from nextscale.kernels.split_k import SplitKPartials
+from nextscale.models.adaln import AdaLNBackbone, AdaLNBlock, AdaLNConditioning
 from nextscale.models.base import per_row, shared
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases, linear
-from nextscale.models.residual import Stream
+from nextscale.models.residual import ResidualStream
+from nextscale.models.text_conditioning import TextCondition, lengths_and_mask
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed
@@ -55,37 +54,25 @@ class InfinityConfig(Config):
         self.require_division("width", "heads", 4)  # pairs of channels, half of them for rows, half for columns
         self.require_division("width", "pool_heads")
 
-    def reads(self, rows: int, width: int) -> bool:
+    def supports_text(self, rows: int, width: int) -> bool:
         """Whether text features [rows, width] can be read."""
         return width == self.text_dim and 1 <= rows <= self.text_length
 
 
 @dataclass(frozen=True)
-class TextCondition:
-    """Text features of every image, [length, text_dim] each; `negative` replaces the unconditional rows."""
-
-    text: Sequence[Tensor]
-    negative: Sequence[Tensor | None] | None = None  # None: the model's own unconditional text
-    slots: tuple[int, ...] = ()  # prompts are padded to the next of them, so that few shapes occur; () = to the longest
-    places: Sequence[Tensor] | None = None  # HART: the position of every slot of `text`; None = counted
-
-
-@dataclass(frozen=True)
-class InfinityState(ModulatedState):
+class InfinityConditioning(AdaLNConditioning):
     text_keys: list[tuple[Tensor, Tensor]] = per_row()  # per block k, v [R, H, T, D]
     text_mask: Tensor | None = per_row()  # [R, 1, 1, T], None when no row is padded
     rotary: Tensor = shared()  # [1, all tokens, D/2, 2]
 
 
-class BlockCond(NamedTuple):
-    """What a block reads."""
-
+class InfinityBlockCond(NamedTuple):
     modulation: Tensor  # [R, 1, 6, C]
     bias: Tensor  # of queries, keys and values, [3 C]
     keys: Tensor  # of the text, [R, H, T, D]
     values: Tensor
     mask: Tensor | None  # [R, 1, 1, T]
-    lengths: Tensor | None = None  # the same, as the number of keys that a row sees
+    lengths: Tensor | None = None  # the mask as the number of keys that a row sees
 
 
 class TextAttention(nn.Module):
@@ -118,7 +105,7 @@ class TextAttention(nn.Module):
         lengths: Tensor | None = None,
         packed: Packed | None = None,
     ) -> Tensor:
-        """What x [R, K, C] sees of the text, of the same shape; None asks with the learned query and sees [R, 1, C]."""
+        """Attention of x [R, K, C] over the text, of the same shape; None = of the learned query, [R, 1, C]."""
         if x is None:
             q = self.query.to(k.dtype).expand(len(k), -1, -1).unsqueeze(2)
         else:
@@ -126,15 +113,16 @@ class TextAttention(nn.Module):
         if self.rounded:
             q, k, v = (t.bfloat16().float() for t in (q, k, v))
         scale = 1 / math.sqrt(q.shape[-1])
-        if lengths is not None and (packed is not None or runs_on(q)):
-            out, _ = attend(q, k, v, scale, lengths, reads=None if self.rounded else reads(self.proj), chosen=packed)
+        if lengths is not None and (packed is not None or flash_attention.supports(q)):
+            wanted = None if self.rounded else input_format(self.proj)
+            out, _ = flash_attention.attend(q, k, v, scale, lengths, input_format=wanted, chosen=packed)
         else:
-            out = attention(q, k, v, scale, mask)
+            out = scaled_dot_product_attention(q, k, v, scale, mask)
         if self.rounded:
             out = out.bfloat16().to(self.v_bias.dtype)
         return out.transpose(1, 2).flatten(2)
 
-    def read(
+    def attend(
         self,
         x: Tensor,
         k: Tensor,
@@ -142,21 +130,21 @@ class TextAttention(nn.Module):
         mask: Tensor | None,
         lengths: Tensor | None = None,
         packed: Packed | None = None,
-    ) -> Tensor | Parts:
-        """The same through the last layer, for a stream to add."""
-        known = packed is None and (lengths is not None or mask is None)
-        if known and absorbs(x, k, self.q, self.proj):
-            return attend_absorbed(x, self.q, self.proj, k, v, 1 / math.sqrt(k.shape[-1]), lengths)
-        return linear_for_sum(self(x, k, v, mask, lengths, packed), self.proj, packed)
+    ) -> Tensor | SplitKPartials:
+        """Attention through the output projection, for a stream to add."""
+        unpadded = packed is None and (lengths is not None or mask is None)
+        if unpadded and absorbed_cross_attention.supports(x, k, self.q, self.proj):
+            return absorbed_cross_attention.attend(x, self.q, self.proj, k, v, 1 / math.sqrt(k.shape[-1]), lengths)
+        return linear_split_k(self(x, k, v, mask, lengths, packed), self.proj, packed)
 
 
 def key_biases(attns: Sequence[TextAttention]) -> list[Tensor]:
-    """Of keys and values side by side, [2 C] for every layer."""
-    nothing = torch.zeros_like(attns[0].v_bias)
-    return list(torch.cat([t for a in attns for t in (nothing, a.v_bias)]).chunk(len(attns)))
+    """The biases of keys and values side by side, [2 C] for every layer."""
+    no_bias = torch.zeros_like(attns[0].v_bias)
+    return list(torch.cat([t for a in attns for t in (no_bias, a.v_bias)]).chunk(len(attns)))
 
 
-class InfinityBlock(ModulatedBlock):
+class InfinityBlock(AdaLNBlock):
     def __init__(self, config: InfinityConfig) -> None:
         super().__init__(config.eps)
         width = config.width
@@ -166,17 +154,13 @@ class InfinityBlock(ModulatedBlock):
         self.mlp = MLP(width, config.hidden)
         self.offset = nn.Parameter(torch.zeros(1, 1, 6, width))
 
-    def part(self, name: str, stream: Stream, block_cond: BlockCond) -> None:
+    def sublayer(self, name: str, stream: ResidualStream, block_cond: InfinityBlockCond) -> None:
         if name == "cross":
             norm = self.cross_norm
             normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.cross.q)
-            stream.add(
-                self.cross.read(
-                    normed, block_cond.keys, block_cond.values, block_cond.mask, block_cond.lengths, stream.chosen
-                )
-            )
+            stream.add(self.cross.attend(normed, *block_cond[2:], packed=stream.packed))
         else:
-            super().part(name, stream, block_cond)
+            super().sublayer(name, stream, block_cond)
 
 
 @functools.lru_cache(maxsize=4)  # copying it to a GPU takes longer than the first scales
@@ -192,8 +176,8 @@ def rotary_table(head_dim: int, schedule: Schedule, device: torch.device) -> Ten
     frequency = 1.0 / (10000 ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
 
     def angles(cells: int, of: int) -> Tensor:
-        place = torch.arange(cells, dtype=torch.float32) * (of / cells)
-        return torch.outer(place.round() if cells <= of else place, frequency)  # half to even, as torch does
+        position = torch.arange(cells, dtype=torch.float32) * (of / cells)
+        return torch.outer(position.round() if cells <= of else position, frequency)  # half to even, as torch does
 
     def grid_angles(grid: Grid) -> Tensor:
         (h, w), (frame_h, frame_w) = grid, schedule.frame
@@ -205,24 +189,10 @@ def rotary_table(head_dim: int, schedule: Schedule, device: torch.device) -> Ten
     return torch.stack((angle.cos(), angle.sin()), dim=-1).to(device)
 
 
-@functools.lru_cache(maxsize=64)  # the same on every call with prompts of these lengths
-@torch.inference_mode(False)
-def lengths_and_mask(
-    counts: tuple[int, ...], slots: int, device: torch.device, always: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Of prompts that are padded to `slots`: lengths [R], and mask [R, 1, 1, T].
-
-    Unless there is `always` one, it is None if no row is padded.
-    """
-    lengths = torch.tensor(counts)
-    mask = (torch.arange(slots) < lengths[:, None])[:, None, None]
-    return to_device_async(lengths, device), None if mask.all() and not always else to_device_async(mask, device)
-
-
-class Infinity(ModulatedBackbone):
+class Infinity(AdaLNBackbone):
     family = "infinity"
     prompts = "text"
-    parts = ("self", "cross", "ffn")
+    sublayers = ("self", "cross", "ffn")
 
     def __init__(self, config: InfinityConfig) -> None:
         super().__init__()
@@ -261,60 +231,59 @@ class Infinity(ModulatedBackbone):
         """The prompt of every row: an unconditional row is as long as its prompt unless a negative one is given."""
         rows = [t.to(self.device) for t in condition.text]
         if guided:
-            negatives = condition.negative or [None] * len(condition.text)
-            for text, negative in zip(condition.text, negatives, strict=True):
+            for text, negative in zip(condition.text, condition.negatives, strict=True):
                 rows.append(self.unconditional[: len(text)] if negative is None else negative.to(self.device))
         return rows
 
     def read(self, condition: TextCondition, guided: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """The prompts as text [R, T, text_dim], lengths [R] and mask [R, 1, 1, T].
 
-        Without a choice of slots no row may be padded, and then the mask is None.
+        Without `padded_lengths` the mask is None if no row is padded.
         """
         rows = self.text_rows(condition, guided)
         counts = tuple(map(len, rows))
-        slots, most = max(counts), self.config.text_length
-        if condition.slots:
-            slots = next((s for s in condition.slots if slots <= s < most), max(most, slots))
-        text = torch.stack([F.pad(row, (0, 0, 0, slots - len(row))) for row in rows]).float()
-        return text, *lengths_and_mask(counts, slots, self.device, always=bool(condition.slots))
+        length, longest = max(counts), self.config.text_length
+        if condition.padded_lengths:
+            length = next((n for n in condition.padded_lengths if length <= n < longest), max(longest, length))
+        text = torch.stack([F.pad(row, (0, 0, 0, length - len(row))) for row in rows]).float()
+        return text, *lengths_and_mask(counts, length, self.device, always=bool(condition.padded_lengths))
 
     def read_text(self, text: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Pooled condition [R, C] and what cross-attention reads, [R, T, C]."""
+        """The pooled condition [R, C] and the text features of cross-attention, [R, T, C]."""
         text = text * torch.rsqrt(text.square().mean(-1, keepdim=True) + self.config.eps) * self.text_norm
         pool = self.text_pool
         pooled = pool.proj(pool(None, *pool.keys(text), mask)).squeeze(1).float()
         return pooled, self.text_proj(text.to(self.dtype))
 
-    def prepare(self, inputs: tuple[Tensor | None, ...], schedule: Schedule) -> InfinityState:
+    def prepare(self, inputs: tuple[Tensor | None, ...], schedule: Schedule) -> InfinityConditioning:
         text, lengths, mask = inputs
         assert text is not None
-        c, memory = self.read_text(text, mask)
+        c, features = self.read_text(text, mask)
         offsets = torch.stack([b.offset for b in self.blocks])
         biases = key_biases([b.cross for b in self.blocks])
-        return InfinityState(
+        return InfinityConditioning(
             text_lengths=lengths,
             condition=c,
             modulation=list((offsets + self.shared_modulation(c)).unbind()),
             head_modulation=self.head_modulation(c),
             biases=attention_biases([b.attn for b in self.blocks]),
-            text_keys=[b.cross.keys(memory, bias) for b, bias in zip(self.blocks, biases, strict=True)],
+            text_keys=[b.cross.keys(features, bias) for b, bias in zip(self.blocks, biases, strict=True)],
             text_mask=mask,
             rotary=rotary_table(self.head_dim, schedule, self.device)[None],
         )
 
-    def embed(self, cond: InfinityState, inputs: Tensor | None, scale: Scale) -> Tensor:
+    def embed(self, cond: InfinityConditioning, inputs: Tensor | None, scale: Scale) -> Tensor:
         level = self.level_embed.weight[scale.index]
         if inputs is None:
             return cond.condition.unsqueeze(1) + self.start_position + level
-        return add_to(level.expand(*inputs.shape[:2], -1), self.word_embed(inputs.to(self.dtype)), None)
+        return gated_add(level.expand(*inputs.shape[:2], -1), self.word_embed(inputs.to(self.dtype)), None)
 
-    def positions(self, cond: InfinityState, scale: Scale) -> Tensor:
+    def positions(self, cond: InfinityConditioning, scale: Scale) -> Tensor:
         return cond.rotary[:, scale.start : scale.start + scale.tokens]
 
-    def block_cond(self, cond: InfinityState, layer: int) -> BlockCond:
-        keys, values = cond.text_keys[layer]
-        return BlockCond(cond.modulation[layer], cond.biases[layer], keys, values, cond.text_mask, cond.text_lengths)
+    def block_cond(self, cond: InfinityConditioning, layer: int) -> InfinityBlockCond:
+        text = *cond.text_keys[layer], cond.text_mask, cond.text_lengths
+        return InfinityBlockCond(cond.modulation[layer], cond.biases[layer], *text)
 
     def schedule(self, size: Size, stride: int) -> Schedule:
         if size.height is None and size.width is None:
@@ -332,7 +301,7 @@ class Infinity(ModulatedBackbone):
     def guidance(self, value: float | Sequence[float], scales: int) -> tuple[float, ...]:
         return per_scale(value, scales, "guidance_scale")
 
-    def flops(self, part: str, tokens: int, keys: int) -> int:
-        if part == "cross":  # keys and values of the text are computed once per run, not here
+    def flops(self, sublayer: str, tokens: int, keys: int) -> int:
+        if sublayer == "cross":  # keys and values of the text are computed once per run, not here
             return 2 * tokens * 2 * self.width**2 + 4 * tokens * keys * self.width
-        return super().flops(part, tokens, keys)
+        return super().flops(sublayer, tokens, keys)

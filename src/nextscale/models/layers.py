@@ -1,4 +1,4 @@
-"""Pieces that VAR and Infinity share."""
+"""Layers that the backbones share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nextscale.kernels import ragged_linear
 from nextscale.kernels.fp8 import FP8Linear
-from nextscale.kernels.linear_fp32 import linear_exact
+from nextscale.kernels.linear_fp32 import linear_fp32
 from nextscale.kernels.linear_gelu import linear_gelu
-from nextscale.kernels.linear_small import linear_for_sum
-from nextscale.kernels.ragged_linear import multiplies, ragged_linear
-from nextscale.kernels.split_k import Parts
+from nextscale.kernels.linear_small import linear_split_k
+from nextscale.kernels.split_k import SplitKPartials
 
 if TYPE_CHECKING:
     from nextscale.methods.selection import Packed
@@ -26,15 +26,15 @@ MAX_LOG_SCALE = math.log(100)
 def head_logits(head: nn.Linear, h: Tensor, codes: Tensor | None) -> Tensor:
     """Logits [R, N, V] of the normed states h, or [R, N, n] of the `codes` [R, n] alone."""
     if codes is None:
-        return linear_exact(h, head)
+        return linear_fp32(h, head)
     weight, bias = head.weight[codes], head.bias[codes]  # [R, n, C], [R, n]
     return torch.baddbmm(bias[:, None], h, weight.transpose(1, 2))
 
 
 def linear(x: Tensor, layer: nn.Linear | FP8Linear, packed: Packed | None, bias: Tensor | None) -> Tensor:
-    """Of x [R, K, C], or of tokens that lie packed; with this bias instead of the layer's own."""
-    if packed is not None and multiplies(x, layer):
-        return ragged_linear(x, layer, packed.start, bias)
+    """Apply `layer` to x [R, K, C], or to packed tokens; with this bias instead of its own."""
+    if packed is not None and ragged_linear.supports(x, layer):
+        return ragged_linear.linear(x, layer, packed.start, bias)
     return layer(x, bias) if isinstance(layer, FP8Linear) else F.linear(x, layer.weight, bias)
 
 
@@ -56,8 +56,8 @@ class MLP(nn.Module):
         self.fc1 = nn.Linear(width, hidden)
         self.fc2 = nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor, packed: Packed | None = None) -> Tensor | Parts:
-        return linear_for_sum(linear_gelu(x, self.fc1, self.fc2, packed), self.fc2, packed)
+    def forward(self, x: Tensor, packed: Packed | None = None) -> Tensor | SplitKPartials:
+        return linear_split_k(linear_gelu(x, self.fc1, self.fc2, packed), self.fc2, packed)
 
 
 def rotate_pairs(x: Tensor, positions: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def rotate_pairs(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def rotate_half(x: Tensor, positions: Tensor) -> Tensor:
-    """Pairs channel i with i + D/2, each with an angle of its own. x [R, H, K, D], positions [1 or R, K, D, 2]."""
+    """Rotary embedding of channels i and i + D/2, each with its own angle. positions [1 or R, K, D, 2]."""
     cos, sin = positions.unsqueeze(1).unbind(-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
@@ -90,7 +90,7 @@ class SelfAttention(nn.Module):
         self.pairs = rotate is rotate_pairs
         self.softmax_scale = 1.0 if cosine else 0.25 / math.sqrt(width // heads)
 
-    def ask(self, x: Tensor, bias: Tensor | None = None, packed: Packed | None = None) -> Tensor:
+    def project_qkv(self, x: Tensor, bias: Tensor | None = None, packed: Packed | None = None) -> Tensor:
         """Queries, keys and values side by side, [R, K, 3, H, D] of x [R, K, C]; `attention_biases` gives the bias."""
         bias = attention_biases([self])[0] if bias is None else bias
         return linear(x, self.qkv, packed, bias).unflatten(-1, (3, self.heads, -1))
@@ -105,12 +105,12 @@ class SelfAttention(nn.Module):
             q, k = self.rotate(q.float(), positions), self.rotate(k.float(), positions)
         return q.to(v.dtype), k.to(v.dtype), v
 
-    def answer(self, seen: Tensor, packed: Packed | None = None) -> Tensor | Parts:
-        """What was seen [R, H, K, D] -> [R, K, C]."""
-        return linear_for_sum(seen.transpose(1, 2).flatten(2), self.proj, packed)
+    def project_out(self, attn_out: Tensor, packed: Packed | None = None) -> Tensor | SplitKPartials:
+        """[R, H, K, D] -> [R, K, C]."""
+        return linear_split_k(attn_out.transpose(1, 2).flatten(2), self.proj, packed)
 
 
 def attention_biases(attns: Sequence[SelfAttention]) -> list[Tensor]:
-    """Of queries, keys and values side by side, [3 C] for every layer: put together once for a whole run."""
-    nothing = torch.zeros_like(attns[0].q_bias)
-    return list(torch.cat([t for a in attns for t in (a.q_bias, nothing, a.v_bias)]).chunk(len(attns)))
+    """The biases of queries, keys and values side by side, [3 C] for every layer: joined once for a whole run."""
+    no_bias = torch.zeros_like(attns[0].q_bias)
+    return list(torch.cat([t for a in attns for t in (a.q_bias, no_bias, a.v_bias)]).chunk(len(attns)))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-STEPS = 1000  # of training
+TRAINING_STEPS = 1000
 LATENT_SCALE = 0.6  # training divides its targets by this
 FREQUENCIES = 128
 
@@ -55,12 +55,13 @@ def ancestral_steps(count: int) -> list[Step]:
     def level(u: float) -> float:
         return math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2
 
-    betas = np.array([min(1 - level((i + 1) / STEPS) / level(i / STEPS), 0.999) for i in range(STEPS)])
+    n = TRAINING_STEPS
+    betas = np.array([min(1 - level((i + 1) / n) / level(i / n), 0.999) for i in range(n)])
     product = np.cumprod(1 - betas)
-    stride, place, times = (STEPS - 1) / (count - 1), 0.0, []
+    stride, time, times = (n - 1) / (count - 1), 0.0, []
     for _ in range(count):
-        times.append(round(place))
-        place += stride
+        times.append(round(time))
+        time += stride
     spaced = product[times]
     before = np.append(1.0, spaced[:-1])
     beta = 1 - spaced / before
@@ -116,18 +117,18 @@ class ResidualDiffusion(nn.Module):
     def sample(
         self,
         condition: Tensor,
-        spread: Callable[[Tensor], Tensor],
+        expand_to_rows: Callable[[Tensor], Tensor],
         guide: Callable[[Tensor], Tensor],
         normal: Callable[[str], Tensor],
     ) -> Tensor:
         """Residuals [B, N, d] for the conditions [R, N, C] of all rows.
 
-        `spread` makes one entry per row of one per image, `guide` the reverse; `normal` draws noise [B, N, d] by name.
+        `expand_to_rows` makes one entry per row of one per image, `guide` the reverse; `normal` draws noise by name.
         """
         embedded = self.condition(condition)
         x = normal("start")
         for number, step in enumerate(ancestral_steps(self.steps)):
-            rows = self(spread(x), step.time, embedded)
+            rows = self(expand_to_rows(x), step.time, embedded)
             noise, variance = rows.chunk(2, dim=-1)
             noise, share = guide(noise), (variance[: len(x)] + 1) / 2  # only the noise is guided
             clean = (step.recip * x - step.recipm1 * noise).clamp(-1, 1)

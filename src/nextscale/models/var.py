@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from nextscale.engine.guidance import ramp
 from nextscale.engine.schedule import Scale, Schedule, Size, only_square
 from nextscale.io.config import MAX_BLOCKS, MAX_SIDE, Config, Limits
-from nextscale.kernels.residual_norm import add_to
-from nextscale.models.adaln import ModulatedBackbone, ModulatedBlock, ModulatedState
+from nextscale.kernels.residual_norm import gated_add
+from nextscale.models.adaln import AdaLNBackbone, AdaLNBlock, AdaLNConditioning
 from nextscale.models.layers import MLP, Modulation, SelfAttention, attention_biases
 
 
@@ -38,7 +38,7 @@ class VARConfig(Config):
         self.require_division("width", "heads")
 
 
-class VARBlock(ModulatedBlock):
+class VARBlock(AdaLNBlock):
     def __init__(self, config: VARConfig) -> None:
         super().__init__(config.eps)
         self.attn = SelfAttention(config.width, config.heads, config.cosine_attention)
@@ -49,10 +49,10 @@ class VARBlock(ModulatedBlock):
             self.modulation = Modulation(config.width, 6)
 
 
-class VAR(ModulatedBackbone):
+class VAR(AdaLNBackbone):
     family = "var"
     prompts = "label"
-    parts = ("self", "ffn")
+    sublayers = ("self", "ffn")
 
     def __init__(self, config: VARConfig) -> None:
         super().__init__()
@@ -86,21 +86,21 @@ class VAR(ModulatedBackbone):
         labels = condition.to(self.device)
         return (torch.cat((labels, torch.full_like(labels, self.config.classes))) if guided else labels,)
 
-    def prepare(self, inputs: tuple[Tensor | None, ...], schedule: Schedule) -> ModulatedState:
+    def prepare(self, inputs: tuple[Tensor | None, ...], schedule: Schedule) -> AdaLNConditioning:
         c = self.class_embed(inputs[0])
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         modulation = [b.modulation(c) if shared is None else b.offset + shared for b in self.blocks]
-        return ModulatedState(
+        return AdaLNConditioning(
             None, c, modulation, self.head_modulation(c), attention_biases([b.attn for b in self.blocks])
         )
 
-    def embed(self, cond: ModulatedState, inputs: Tensor | None, scale: Scale) -> Tensor:
+    def embed(self, cond: AdaLNConditioning, inputs: Tensor | None, scale: Scale) -> Tensor:
         position = self.level_embed.weight[scale.index] + self.position[:, scale.start : scale.start + scale.tokens]
         if inputs is None:
             return cond.condition.unsqueeze(1) + self.start_position + position
-        return add_to(position.expand(len(inputs), -1, -1), self.word_embed(inputs.to(self.dtype)), None)
+        return gated_add(position.expand(len(inputs), -1, -1), self.word_embed(inputs.to(self.dtype)), None)
 
-    def positions(self, cond: ModulatedState, scale: Scale) -> None:
+    def positions(self, cond: AdaLNConditioning, scale: Scale) -> None:
         return None  # learned positions are part of the embedding
 
     def schedule(self, size: Size, stride: int) -> Schedule:

@@ -9,27 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.cache.kv import Memory
 from nextscale.engine.entropy import token_entropy
-from nextscale.methods.selection import Selection
-from nextscale.models.base import Backbone, Block
-from nextscale.models.residual import Stream
+from nextscale.models.base import Attend, Backbone, Block
+from nextscale.models.residual import ResidualStream
 from nextscale.runtime.decoder import FastDecode
 from nextscale.runtime.eager import Eager
 from nextscale.tokenizers.base import ImageTokenizer
 
 
-def ask(block: Block, x: Tensor, block_cond: Any) -> Tensor:
-    return block.ask(Stream(x), block_cond)
+def qkv(block: Block, x: Tensor, block_cond: Any) -> Tensor:
+    return block.qkv(ResidualStream(x), block_cond)
 
 
-def rest(block: Block, parts: Sequence[str], x: Tensor, seen: Tensor | None, block_cond: Any) -> Tensor:
-    """What self-attention saw, if it is among the parts, and the parts behind it."""
-    stream = Stream(x)
-    if seen is not None:
-        block.answer(stream, seen, block_cond)
-    for part in parts:
-        block.part(part, stream, block_cond)
+def behind_attention(
+    block: Block, sublayers: Sequence[str], x: Tensor, attn_out: Tensor | None, block_cond: Any
+) -> Tensor:
+    """The projection of `attn_out`, if self-attention is run, and the sublayers behind it."""
+    stream = ResidualStream(x)
+    if attn_out is not None:
+        block.out_proj(stream, attn_out, block_cond)
+    for name in sublayers:
+        block.sublayer(name, stream, block_cond)
     return stream.sum
 
 
@@ -51,8 +51,8 @@ class Compiled(Eager):
 
     def __init__(self, backend: str = "inductor") -> None:
         # Blocks of one class share their code: torch treats their weights as inputs.
-        self.ask = compiled(ask, backend, fullgraph=True)
-        self.rest = compiled(rest, backend, fullgraph=True)
+        self.qkv = compiled(qkv, backend, fullgraph=True)
+        self.behind_attention = compiled(behind_attention, backend, fullgraph=True)
         self._head = compiled(head, backend)
         self._entropy = compiled(token_entropy, backend)
         self.fast_decode = FastDecode()
@@ -71,24 +71,17 @@ class Compiled(Eager):
         _any_number(1, logits)
         return self._entropy(logits, unit)
 
-    def through(
-        self,
-        block: Block,
-        parts: Sequence[str],
-        stream: Stream,
-        block_cond: Any,
-        positions: Tensor | None,
-        memory: Memory,
-        chosen: Selection | None = None,
+    def run_block(
+        self, block: Block, stream: ResidualStream, block_cond: Any, attend: Attend, sublayers: Sequence[str]
     ) -> None:
         x = stream.sum
         _any_number(1, x)
-        seen = None
-        if parts[0] == "self":
-            seen = memory.see(block.attn, self.ask(block, x, block_cond), positions, chosen)
-            _any_number(2, seen)
-            parts = parts[1:]
-        stream.x = self.rest(block, parts, x, seen, block_cond)
+        attn_out = None
+        if sublayers[0] == "self":
+            attn_out = attend(block.attn, self.qkv(block, x, block_cond))
+            _any_number(2, attn_out)
+            sublayers = sublayers[1:]
+        stream.x = self.behind_attention(block, sublayers, x, attn_out, block_cond)
 
 
 def _any_number(dim: int, tensor: Tensor) -> None:

@@ -1,8 +1,9 @@
-"""Everything that calls of some shapes will need, made before the first of them comes."""
+"""Warm-up: make all that calls of some shapes will need, before the first of them comes."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ import torch
 
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
-from nextscale.io.arguments import read_count, read_list, shown
+from nextscale.io.arguments import read_count, read_list, short_repr
 from nextscale.io.progress import bar
-from nextscale.methods.base import Method, Policy, PolicyContext, ScalePlan
-from nextscale.methods.naming import format_method
+from nextscale.methods.base import Method
+from nextscale.methods.naming import format_method, read_method
+from nextscale.methods.policy import PlainPolicy, Policy, PolicyContext, ScalePlan
 from nextscale.runtime.eager import Eager
 
 if TYPE_CHECKING:
@@ -25,24 +27,23 @@ Size = dict[str, Any]  # arguments of a call
 
 
 @dataclass(frozen=True)
-class Rehearsal(Method):
-    """A method whose decisions are made beforehand."""
+class WarmupMethod(Method):
+    """Another method, with decisions that were made beforehand."""
 
-    name = "rehearsal"
-    summary = "Another method, with decisions that were made beforehand."
+    name, summary = "warm-up", "Another method, with decisions that were made beforehand."
 
     like: Method | None = None
-    number: int = 0
-    rests: bool = False  # the last picture, from the first scale on
+    number: int = 0  # of the call: see `Capabilities.warmup_calls`
+    last_inactive: bool = False  # the last image never runs
 
     def start(self, context: PolicyContext) -> Policy:
-        policy = Policy(context) if self.like is None else self.like.begin(context)
-        policy.rehearse(self.number)
-        if self.rests:
-            begin = policy.plan_scale
+        context = dataclasses.replace(context, warmup=self.number)
+        policy = PlainPolicy(context) if self.like is None else self.like.begin(context)
+        if self.last_inactive:
+            plan_all = policy.plan_scale
 
             def plan_scale(scale: Scale) -> ScalePlan:
-                plan = begin(scale)
+                plan = plan_all(scale)
                 return plan._replace(actions=(*plan.actions[: context.images - 1], "stop"))
 
             policy.plan_scale = plan_scale  # type: ignore[method-assign]
@@ -53,8 +54,8 @@ class Rehearsal(Method):
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of calls: all that graphs are captured for."""
+class CallShape:
+    """What graphs are captured for."""
 
     size: Size
     method: Method | None
@@ -64,8 +65,8 @@ class Shape:
     def __str__(self) -> str:
         what = [f"{k} {v}" for k, v in self.size.items()] or ["the model's own size"]
         method = "no method" if self.method is None else format_method(self.method)
-        pictures = "1 picture" if self.images == 1 else f"{self.images} pictures"
-        return f"{pictures}, {', '.join(what)}, {method}"
+        images = "1 picture" if self.images == 1 else f"{self.images} pictures"
+        return f"{images}, {', '.join(what)}, {method}"
 
 
 def warm_up(
@@ -77,53 +78,52 @@ def warm_up(
     callbacks: bool,
     options: dict[str, Any],
 ) -> int:
-    """Scales that were captured."""
-    from nextscale.pipeline import check_method
-
-    chosen = [check_method(m) for m in read_list(methods, "methods", "a list of methods")]
+    """Call the pipeline with every shape once; return how many scales were captured."""
+    chosen = [read_method(m) for m in read_list(methods, "methods", "a list of methods")]
     numbers = [read_count(n, "batches", 1) for n in read_list(batches, "batches", "a list of whole numbers")]
     found = [read_size(size) for size in read_list(sizes, "sizes", "a list of sizes")]
-    texts = lengths_of_texts(pipe, read_count(text_tokens, "text_tokens", 1))
-    shapes = [Shape(*shape) for shape in itertools.product(found, chosen, dict.fromkeys(numbers), texts)]
-    # The largest first: what it needs is room enough for the others.
+    texts = text_lengths(pipe, read_count(text_tokens, "text_tokens", 1))
+    shapes = [CallShape(*shape) for shape in itertools.product(found, chosen, dict.fromkeys(numbers), texts)]
+    # The largest first: the others fit into the memory that it needs.
     shapes.sort(key=lambda s: (s.images * pipe.schedule(**s.size).tokens, s.method is None), reverse=True)
     if pipe.device.type == "cpu" and type(pipe.executor) is Eager:  # nothing is compiled or captured there
         return 0
-    before, ways = pipe.captured, [False, True] if callbacks else [False]
+    before = pipe.captured
     quiet = copy.copy(pipe)
     quiet.progress_bar = False
-    pipe.executor.rehearsing = True
+    pipe.executor.warming_up = True
     try:
         with bar("warm-up", len(shapes), pipe.progress_bar) as advance:
             for shape in shapes:
-                for watched in ways:
-                    rehearse(quiet, shape, watched, options)
+                for watched in [False, True] if callbacks else [False]:
+                    warm_up_shape(quiet, shape, watched, options)
                 advance(1)
     finally:
-        pipe.executor.rehearsing = False
-    pipe.executor.warmed(numbers)
+        pipe.executor.warming_up = False
+    pipe.executor.on_warmed_up(numbers)
     return pipe.captured - before
 
 
-def rehearse(pipe: Pipeline, shape: Shape, watched: bool, options: dict[str, Any]) -> None:
-    more = {**shape.size, **options, **prompt_of(pipe, shape), "seed": 0, "output_type": "latent"}
+def warm_up_shape(pipe: Pipeline, shape: CallShape, watched: bool, options: dict[str, Any]) -> None:
+    arguments = {**shape.size, **options, **prompt_of(pipe, shape), "seed": 0, "output_type": "latent"}
     if watched:
-        more["callback_on_scale_end"] = lambda end: None
+        arguments["callback_on_scale_end"] = lambda end: None
     calls = 1
     if shape.method is not None:
         schedule = pipe.schedule(**shape.size)
-        context = pipe.context(shape.images, schedule, pipe.sampling(len(schedule), options.get("guidance_scale")))
-        calls = shape.method.begin(context).rehearsals
-    # Some rows rest where a batch is filled up, or a picture stops or loses guidance before the others.
-    resting = [False, True] if shape.images > 1 and pipe.executor.rests(pipe.backbone) else [False]
-    for rests, number in itertools.product(resting, range(calls)):
-        made = pipe(method=Rehearsal(shape.method, number, rests), **more)
+        sampling = pipe.model.sampling(len(schedule), options.get("guidance_scale"))
+        context = pipe.model.policy_context(shape.images, schedule, sampling)
+        calls = shape.method.begin(context).capabilities.warmup_calls
+    # Rows are inactive where a batch is padded, or an image stops or loses guidance before the others.
+    inactive = [False, True] if shape.images > 1 and pipe.executor.supports_inactive_rows(pipe.backbone) else [False]
+    for last_inactive, number in itertools.product(inactive, range(calls)):
+        made = pipe(method=WarmupMethod(shape.method, number, last_inactive), **arguments)
         if made.trace.to_dict()["runtime"] != pipe.executor.name:  # made all the same, but nothing was kept
             smaller = "a smaller size" + (f" or {shape.images // 2} at once" if shape.images > 1 else "")
             raise NextscaleError(f"the GPU's memory is too small to keep graphs for {shape}; allowed: {smaller}")
 
 
-def prompt_of(pipe: Pipeline, shape: Shape) -> dict[str, Any]:
+def prompt_of(pipe: Pipeline, shape: CallShape) -> dict[str, Any]:
     if shape.text is None:
         return {"prompt": [0] * shape.images}
     generator = torch.Generator().manual_seed(0)
@@ -131,19 +131,19 @@ def prompt_of(pipe: Pipeline, shape: Shape) -> dict[str, Any]:
     return {"prompt_embeds": [features] * shape.images}
 
 
-def lengths_of_texts(pipe: Pipeline, most: int) -> list[int | None]:
-    """One for every shape of text up to `most` tokens."""
+def text_lengths(pipe: Pipeline, longest: int) -> list[int | None]:
+    """List the lengths that texts of up to `longest` tokens are padded to."""
     if pipe.backbone.prompts != "text":
         return [None]
-    longest = pipe.backbone.config.text_length
-    if pipe.backbone.context:  # the text always has all its places
-        return [min(most, longest)]
-    steps = [s for s in (*pipe.executor.text_slots, longest) if s <= longest]
-    return [s for before, s in zip([0, *steps], steps, strict=False) if before < min(most, longest)]
+    limit = pipe.backbone.config.text_length
+    if pipe.backbone.context:  # texts are always padded to it
+        return [min(longest, limit)]
+    lengths = [n for n in (*pipe.executor.text_buckets, limit) if n <= limit]
+    return [n for shorter, n in zip([0, *lengths], lengths, strict=False) if shorter < min(longest, limit)]
 
 
 def read_size(size: Any) -> Size:
-    """None, "0.25M", (height, width), or the arguments of a call by name."""
+    """Read None, "0.25M", (height, width), or the arguments of a call by name."""
     if size is None:
         return {}
     if isinstance(size, str):
@@ -157,4 +157,4 @@ def read_size(size: Any) -> Size:
         return size
     if isinstance(size, Iterable) and len(both := list(size)) == 2:
         return {"height": both[0], "width": both[1]}
-    raise NextscaleError(f'a size must be None, (height, width), "1M" or a dict of them, not {shown(size)}')
+    raise NextscaleError(f'a size must be None, (height, width), "1M" or a dict of them, not {short_repr(size)}')

@@ -1,4 +1,4 @@
-"""What a text encoder is."""
+"""The interface of text encoders."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 class TextEncoder(Protocol):
-    """One that cannot encode every text may also have `check(prompt)`, which raises a `NextscaleError` for such a text
-    and costs next to nothing: long lists of prompts are then checked before the first picture."""
+    """An encoder of prompts. One that cannot encode every text may also have `check(prompt)`, which raises a
+    `NextscaleError` for such a text: long lists of prompts are then checked before the first image."""
 
     @property
     def nbytes(self) -> int: ...
@@ -24,12 +24,12 @@ class TextEncoder(Protocol):
     def to(self, device: torch.device | str) -> None: ...
 
 
-# Parameters of the encoders that published models name, for those that are not loaded yet.
-KNOWN = {"flan-t5-xl": 1_223_527_424, "Qwen2-VL-1.5B-Instruct": 1_543_714_304}
+# Parameter counts of the encoders of published models, for those that are not loaded yet.
+KNOWN_PARAMETERS = {"flan-t5-xl": 1_223_527_424, "Qwen2-VL-1.5B-Instruct": 1_543_714_304}
 
 
-def nbytes_of(encoder: TextEncoder, device: torch.device) -> int:
-    """Memory of its weights: of those that are loaded or, before that, of those that will be for a device."""
+def encoder_nbytes(encoder: TextEncoder, device: torch.device) -> int:
+    """Memory of an encoder's weights: those that are loaded or, before that, those that will be for a device."""
     if encoder.nbytes or not hasattr(encoder, "dtype_on"):
         return encoder.nbytes
-    return KNOWN.get(Path(encoder.source).name, 0) * encoder.dtype_on(device).itemsize  # type: ignore[attr-defined]
+    return KNOWN_PARAMETERS.get(Path(encoder.source).name, 0) * encoder.dtype_on(device).itemsize  # type: ignore[attr-defined]

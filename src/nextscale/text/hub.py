@@ -52,7 +52,7 @@ class HubEncoder:
         self.model.eval().requires_grad_(False).to(self.device)
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
-        """The authors run it in half precision; on a CPU that is slower and buys nothing."""
+        """The authors' half precision on a GPU; on a CPU that is slower and gains nothing."""
         return self.dtype or (torch.float16 if device.type == "cuda" else torch.float32)
 
     def to(self, device: torch.device | str) -> None:

@@ -20,7 +20,7 @@ OFFICIAL_INSTRUCTION = "424f7aa7b1119f8ed1e329140e5941dfe308183bea0af59041dad552
 
 
 class QwenEncoder(HubEncoder):
-    """Every prompt fills all slots: HART attends to padding too, so the padding is encoded like the rest.
+    """An encoder of padded prompts: HART attends to padding too, so it is encoded like the rest.
 
     `instruction` is read before each prompt and then cut off. The official tools have one of their own
     (`llm_system_prompt` in their constants); without it features differ from theirs.
@@ -38,7 +38,7 @@ class QwenEncoder(HubEncoder):
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> list[Tensor]:
-        """Features of all slots and, in a last column, the place of each: [slots, dim + 1] float32."""
+        """Padded features and, in a last column, their positions: [max_length, dim + 1] float32."""
         if self.model is None:
             self.load()
         return [self._encode(prompt) for prompt in prompts]
@@ -48,10 +48,10 @@ class QwenEncoder(HubEncoder):
         options = {"truncation": True, "max_length": self.max_length, "padding": "max_length", "return_tensors": "pt"}
         ids = self.tokenizer(prompt, **options).input_ids.to(self.device)
         mask = ids != self.tokenizer.pad_token_id
-        places = mask.long().cumsum(1) - 1
+        positions = mask.long().cumsum(1) - 1
         if self.instruction:
             before = self.tokenizer(self.instruction, return_tensors="pt").input_ids.to(self.device)
             ids, mask = torch.cat((before, ids), dim=1), torch.cat((torch.ones_like(before).bool(), mask), dim=1)
         out = self.model(input_ids=ids, attention_mask=mask.long(), output_hidden_states=True).hidden_states[-1]
         features = out[0, -self.max_length :].float()
-        return torch.cat((features, places[0, :, None].float()), dim=1)
+        return torch.cat((features, positions[0, :, None].float()), dim=1)

@@ -21,13 +21,13 @@ from nextscale.io.reading import read_json
 
 logger = logging.getLogger(__name__)
 
-END = 0  # closes every prompt, so that none is empty
+END_TOKEN = 0  # closes every prompt, so that none is empty
 WORD = re.compile(r"(?:[an]m*)+(?:'(?:am*)+)?|(?:om*)+|s[sm]*")  # over the kinds of characters, see `_kind`
 LETTERS = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd"))
 JOINERS = frozenset("\u200c\u200d" + "".join(map(chr, range(0xE0020, 0xE0080))))  # inside words and flags
-SAME = str.maketrans({"-": " ", "\u200b": " ", "’": "'", "＇": "'"})
+REPLACED_CHARACTERS = str.maketrans({"-": " ", "\u200b": " ", "’": "'", "＇": "'"})
 MAX_NAMED, MAX_SHOWN = 20, 40  # unknown words in one sentence, and characters of each
-KINDS = ("objects", "shapes", "colours", "styles", "counts", "relations", "backgrounds", "filler")
+ENTRY_KINDS = ("objects", "shapes", "colours", "styles", "counts", "relations", "backgrounds", "filler")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Lexicon:
         """`content` has a list of {"name", "also"} per kind; filler words are read and mean nothing."""
         self.entries: list[Entry] = []
         self.phrases: dict[tuple[str, ...], Entry] = {}
-        for kind in KINDS:
+        for kind in ENTRY_KINDS:
             for item in content[kind]:
                 also = tuple(item.get("also", ()))
                 entry = Entry(-1 if kind == "filler" else len(self.entries) + 1, kind, item["name"], also)
@@ -73,7 +73,7 @@ class Lexicon:
             raise NextscaleError(f"{path} is not a vocabulary: {error}") from None
 
     def __len__(self) -> int:
-        """Tokens, the closing one included."""
+        """The number of tokens, the closing one included."""
         return len(self.entries) + 1
 
     def of_kind(self, kind: str) -> list[Entry]:
@@ -84,19 +84,19 @@ class Lexicon:
         words = split(prompt)
         tokens: list[int] = []
         unknown: list[str] = []
-        place = 0
-        while place < len(words):
-            for length in range(min(self.longest, len(words) - place), 0, -1):
-                entry = self.find(words[place : place + length])
+        start = 0
+        while start < len(words):
+            for length in range(min(self.longest, len(words) - start), 0, -1):
+                entry = self.find(words[start : start + length])
                 if entry is not None:
                     if entry.kind != "filler":
                         tokens.append(entry.token)
-                    place += length
+                    start += length
                     break
             else:
-                unknown.append(words[place])
-                place += 1
-        return [*tokens, END], unknown
+                unknown.append(words[start])
+                start += 1
+        return [*tokens, END_TOKEN], unknown
 
     def find(self, words: Sequence[str]) -> Entry | None:
         *before, last = words
@@ -119,18 +119,18 @@ class Lexicon:
 
 
 def split(text: str) -> list[str]:
-    """The words of any script. A run of letters without case (猫) or of pictures (🦊) is one, too: better named as
+    """The words of any script. A run of letters without case (猫) or of emoji (🦊) is one, too: better named as
     unknown than passed over. Punctuation is none."""
     text = _plain(text)
     return [text[found.start() : found.end()] for found in WORD.finditer("".join(map(_kind, text)))]
 
 
 def _plain(text: str) -> str:
-    """Small letters, each written in one way: ｆｏｘ and 𝐟𝐨𝐱 are fox. Fractions and the like stay what they are, or ½
-    would be two counts."""
+    """Normalize to lowercase letters, each written in one way: ｆｏｘ and 𝐟𝐨𝐱 are fox. Fractions and the like stay
+    what they are, or ½ would be two counts."""
     text = unicodedata.normalize("NFC", text)
     text = "".join(unicodedata.normalize("NFKC", c) if unicodedata.category(c) in LETTERS else c for c in text)
-    text = unicodedata.normalize("NFC", text.lower()).translate(SAME)
+    text = unicodedata.normalize("NFC", text.lower()).translate(REPLACED_CHARACTERS)
     return "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS)
 
 
@@ -141,7 +141,7 @@ def _kind(c: str) -> str:
     category = unicodedata.category(c)
     if category[0] == "M" or c in JOINERS or "\U0001f3fb" <= c <= "\U0001f3ff":  # the colours of skin
         return "m"
-    if category in ("So", "Co", "Cn", "Cs"):  # Cn: a picture that is newer than this Python
+    if category in ("So", "Co", "Cn", "Cs"):  # Cn: an emoji that is newer than this Python
         return "s"
     return "o" if category == "Lo" else {"L": "a", "N": "n"}.get(category[0], " ")
 
@@ -178,7 +178,7 @@ class WordLayer(nn.Module):
 
 
 class WordTransformer(nn.Module):
-    """Reads a whole prompt at once, so that "red" finds the shape it belongs to."""
+    """A transformer that reads a whole prompt at once, so that "red" finds the shape it belongs to."""
 
     def __init__(self, config: WordsConfig) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class WordTransformer(nn.Module):
 
     @staticmethod
     def computes_in_dtype(name: str) -> bool:
-        return False  # a prompt costs nothing beside a picture, so it is read in float32
+        return False  # a prompt costs nothing beside an image, so it is read in float32
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Tokens [R, T], of which the first `lengths` [R] count -> features [R, T, width]."""
@@ -202,7 +202,7 @@ class WordTransformer(nn.Module):
 
 
 class WordEncoder:
-    """A `TextEncoder`: prompts in, features out, and a word about what it did not understand."""
+    """A `TextEncoder` that warns of the words that it does not know."""
 
     def __init__(self, lexicon: Lexicon, transformer: WordTransformer) -> None:
         self.lexicon, self.transformer = lexicon, transformer
@@ -234,7 +234,7 @@ class WordEncoder:
         limit = self.transformer.config.length
         if len(tokens) > limit:
             logger.warning("a prompt of %d known words is cut to the first %d", len(tokens) - 1, limit - 1)
-            tokens = [*tokens[: limit - 1], END]
+            tokens = [*tokens[: limit - 1], END_TOKEN]
         return tokens
 
     @torch.inference_mode()

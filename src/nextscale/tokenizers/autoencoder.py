@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nextscale.io.config import Limits
 
-# Least and most of a tokenizer's numbers.
+# The range of every number of a configuration.
 AUTOENCODER_LIMITS: Limits = {"multipliers": (1, 64), "residual_blocks": (1, 16), "channels": (1, 2**14)}
 
 
@@ -69,7 +69,7 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks of one resolution, an attention block behind each where the tokenizer has them."""
+    """Residual blocks of one resolution, each followed by an attention block where the tokenizer has them."""
 
     def __init__(self, channels: int, out: int, blocks: int, attention: bool) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Middle(nn.Module):
 
 
 class Encoder(nn.Module):
-    """`fold`: squares of so many pixels become channels before the first level, which saves its full-size maps."""
+    """The encoder. Squares of `fold` x `fold` pixels become channels before the first level: no full-size maps."""
 
     def __init__(
         self, ch: int, multipliers: Sequence[int], z: int, blocks: int, attention: bool, fold: int = 1

@@ -1,4 +1,4 @@
-"""What an image tokenizer is: codes <-> accumulated feature map <-> pixels."""
+"""The interface of image tokenizers: codes <-> accumulated feature map <-> pixels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nextscale.tokenizers.autoencoder import Decoder, Encoder
 
 @dataclass
 class Encoded:
-    """A picture as the tokenizer sees it."""
+    """An image as the tokenizer sees it."""
 
     features: Tensor  # encoder output, [B, d, H, W]
     tokens: list[Tensor]  # per scale [B, N] indices or [B, N, d] bits
@@ -54,7 +54,7 @@ class ImageTokenizer(nn.Module, ABC):
         return name.startswith(("encoder.", "decoder."))
 
     @abstractmethod
-    def blank(self, batch: int, schedule: Schedule) -> Tensor:
+    def empty_features(self, batch: int, schedule: Schedule) -> Tensor:
         """The empty feature map, at the size of the last scale, float32."""
 
     @abstractmethod
@@ -62,45 +62,45 @@ class ImageTokenizer(nn.Module, ABC):
         """Tokens -> codes [B, N, d]."""
 
     @abstractmethod
-    def mixture(self, probs: Tensor) -> Tensor:
+    def soft_codes(self, probs: Tensor) -> Tensor:
         """A weighted mixture of all codes: [B, N, V] -> [B, N, d]."""
 
     @abstractmethod
-    def increment(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
-        """What a scale's codes [B, N, d] add to the full-size map."""
+    def upsample_codes(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
+        """The codes [B, N, d] of a scale as an increment of the full-size map."""
 
     def add(self, features: Tensor, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
         """The feature map after a scale's codes were added to it."""
-        return features + self.increment(codes, scale, schedule)
+        return features + self.upsample_codes(codes, scale, schedule)
 
     @abstractmethod
     def inputs(self, features: Tensor, scale: Scale) -> Tensor:
-        """What the transformer is told of the map so far when it predicts `scale`: [B, N, d]."""
+        """The map so far as the transformer reads it when it predicts `scale`: [B, N, d]."""
 
     @abstractmethod
-    def analyze(self, images: Tensor) -> Tensor:
+    def encode_features(self, images: Tensor) -> Tensor:
         """The encoder alone: images in [-1, 1] -> features [B, d, H, W], float32."""
 
     @abstractmethod
-    def quantize(self, rest: Tensor, scale: Scale) -> Tensor:
-        """The tokens of a scale that come nearest to what is left of the features."""
+    def quantize(self, residual: Tensor, scale: Scale) -> Tensor:
+        """The tokens of a scale that come nearest to the residual of the features."""
 
     @torch.no_grad()
     def encode(self, images: Tensor, schedule: Schedule) -> Encoded:
-        """Images [B, 3, H, W] in [-1, 1] -> tokens of every scale: each describes what the earlier ones left over."""
-        self.encoder.to(self.device)  # who only decodes may have put it elsewhere
-        rest = self.analyze(images)
-        want = self.blank(1, schedule).shape[2:]
-        if rest.shape[2:] != want:
+        """Images [B, 3, H, W] in [-1, 1] -> tokens of every scale: each describes the residual of the earlier ones."""
+        self.encoder.to(self.device)  # callers that only decode may have moved it
+        residual = self.encode_features(images)
+        want = self.empty_features(1, schedule).shape[2:]
+        if residual.shape[2:] != want:
             h, w = (n * self.stride for n in schedule.last)
             have = "x".join(str(n) for n in images.shape[2:])
             raise NextscaleError(f"images of {have} were given for a schedule of {h}x{w} (height x width)")
-        result = Encoded(rest, [], [])
-        total = torch.zeros_like(rest)
+        result = Encoded(residual, [], [])
+        total = torch.zeros_like(residual)
         for scale in schedule:
-            tokens = self.quantize(rest, scale)
-            increment = self.increment(self.codes(tokens), scale, schedule)
-            rest, total = rest - increment, total + increment
+            tokens = self.quantize(residual, scale)
+            increment = self.upsample_codes(self.codes(tokens), scale, schedule)
+            residual, total = residual - increment, total + increment
             result.tokens.append(tokens)
             result.maps.append(total)
         return result

@@ -13,7 +13,7 @@ from torch import Tensor
 from nextscale.engine.schedule import Grid, Scale, Schedule
 from nextscale.errors import NextscaleError
 from nextscale.io.config import Config, Limits
-from nextscale.kernels.feature_maps import fused_add, fused_inputs, takes
+from nextscale.kernels import feature_maps
 from nextscale.tokenizers.autoencoder import AUTOENCODER_LIMITS, Decoder, Encoder
 from nextscale.tokenizers.base import ImageTokenizer
 
@@ -53,7 +53,7 @@ class BSQTokenizer(ImageTokenizer):
     def latent(self, grid: Grid) -> Grid:
         return grid[0] * self.patch, grid[1] * self.patch
 
-    def blank(self, batch: int, schedule: Schedule) -> Tensor:
+    def empty_features(self, batch: int, schedule: Schedule) -> Tensor:
         shape = batch, self.config.code_dim, *self.latent(schedule.last)
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
@@ -62,7 +62,7 @@ class BSQTokenizer(ImageTokenizer):
         unit = 1 / self.config.code_dim**0.5
         return (tokens * (2 * unit) - unit).float()  # whole numbers times a float have the caller's default dtype
 
-    def mixture(self, probs: Tensor) -> Tensor:
+    def soft_codes(self, probs: Tensor) -> Tensor:
         raise NextscaleError("smoothed sampling mixes the codes of a codebook, and this model predicts bits")
 
     def to_map(self, tokens: Tensor, grid: Grid) -> Tensor:
@@ -72,25 +72,25 @@ class BSQTokenizer(ImageTokenizer):
     def from_map(self, latent: Tensor) -> Tensor:
         return F.pixel_unshuffle(latent, self.patch).flatten(2).transpose(1, 2)
 
-    def increment(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
+    def upsample_codes(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
         return resize(self.to_map(codes, scale.grid), self.latent(schedule.last))
 
     def add(self, features: Tensor, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
-        if takes(features):
-            return fused_add(features, codes, scale.grid, self.patch)
+        if feature_maps.supports(features):
+            return feature_maps.fused_add(features, codes, scale.grid, self.patch)
         return super().add(features, codes, scale, schedule)
 
     def inputs(self, features: Tensor, scale: Scale) -> Tensor:
-        if takes(features):
-            return fused_inputs(features, scale.grid, self.patch)
+        if feature_maps.supports(features):
+            return feature_maps.fused_inputs(features, scale.grid, self.patch)
         return self.from_map(resize(features, self.latent(scale.grid)))
 
-    def analyze(self, images: Tensor) -> Tensor:
+    def encode_features(self, images: Tensor) -> Tensor:
         return self.encoder(images.to(self.dtype)).float()
 
-    def quantize(self, rest: Tensor, scale: Scale) -> Tensor:
+    def quantize(self, residual: Tensor, scale: Scale) -> Tensor:
         grid = self.latent(scale.grid)
-        z = rest if tuple(rest.shape[-2:]) == grid else F.interpolate(rest, size=grid, mode="area")
+        z = residual if tuple(residual.shape[-2:]) == grid else F.interpolate(residual, size=grid, mode="area")
         return self.from_map((z > 0).float()).to(torch.uint8)
 
     @torch.no_grad()

@@ -46,7 +46,7 @@ _PHI_OF_SCALE = {
 
 
 def phi_of_scale(phis: int, scales: int) -> tuple[int, ...]:
-    """The phi whose place on [0, 1] is nearest to that of each scale."""
+    """The phi that is nearest on [0, 1] to each scale."""
     if phis == 4 and scales in _PHI_OF_SCALE:
         return _PHI_OF_SCALE[scales]
     edge = 1 / 3 / phis if phis == 4 else 1 / 2 / phis
@@ -72,17 +72,17 @@ class VQTokenizer(ImageTokenizer):
     def dtype(self) -> torch.dtype:
         return self.decoder.conv_in.weight.dtype
 
-    def blank(self, batch: int, schedule: Schedule) -> Tensor:
+    def empty_features(self, batch: int, schedule: Schedule) -> Tensor:
         shape = batch, self.config.code_dim, *schedule.last
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def codes(self, tokens: Tensor) -> Tensor:
         return self.codebook(tokens)
 
-    def mixture(self, probs: Tensor) -> Tensor:
+    def soft_codes(self, probs: Tensor) -> Tensor:
         return probs @ self.codebook.weight
 
-    def increment(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
+    def upsample_codes(self, codes: Tensor, scale: Scale, schedule: Schedule) -> Tensor:
         h = codes.transpose(1, 2).unflatten(2, scale.grid)
         last = scale.index == len(schedule) - 1
         if not last:
@@ -107,11 +107,15 @@ class VQTokenizer(ImageTokenizer):
             index = distance.addmm(flat, book.T, alpha=-2).argmin(dim=1)
         return index.view(z.shape[:-1])
 
-    def analyze(self, images: Tensor) -> Tensor:
+    def encode_features(self, images: Tensor) -> Tensor:
         return self.quant_conv(self.encoder(images.to(self.dtype)).float())
 
-    def quantize(self, rest: Tensor, scale: Scale) -> Tensor:
-        z = rest if tuple(rest.shape[-2:]) == scale.grid else F.interpolate(rest, size=scale.grid, mode="area")
+    def quantize(self, residual: Tensor, scale: Scale) -> Tensor:
+        z = (
+            residual
+            if tuple(residual.shape[-2:]) == scale.grid
+            else F.interpolate(residual, size=scale.grid, mode="area")
+        )
         return self.nearest(z.flatten(2).transpose(1, 2))
 
     @torch.no_grad()

@@ -1,42 +1,40 @@
 """A program takes a rectangle of cells and some outputs; the GPU fetches the rectangle nine times, each time shifted by
-a cell, and what lies outside of the map is zero.
+a cell, with zeros outside of the map.
 
-Outputs are the rows of the product: then the sums over cells, which the next norm asks for, are made inside of threads.
+Outputs are the rows of the product: so sums over cells, which the next norm needs, stay inside of threads.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nextscale.kernels.dispatch import TensorDescriptor, tl, triton
 from nextscale.kernels.fp8 import FP8Conv
 
 CHANNELS = 128  # outputs of a program, and inputs that it takes at once
 COLUMNS = 16  # of a rectangle
 
 
-def fused_conv(x: Tensor, conv: FP8Conv, term: Tensor, groups: int, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of x [B, C, H, W]; and its sums and sums of squares over parts of the cells, [B, 2, groups, parts]."""
+def fused_conv(x: Tensor, conv: FP8Conv, bias: Tensor, groups: int, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Convolve x [B, C, H, W]; also return sums and sums of squares over tiles of the cells, [B, 2, groups, tiles]."""
     batch, channels, height, width = x.shape
     outputs = len(conv.weight)
-    # 128 outputs are all that a wide map has: then two small programs share a processor, and one writes while the
+    # 128 outputs are all that a wide map has: then two small programs share an SM, and one writes while the
     # other one multiplies.
     rows, warps = (8, 4) if outputs == CHANNELS else (16, 8)
     weight = conv.weight.permute(0, 2, 3, 1).reshape(outputs, -1)
-    # Not as it says itself: with a single cell, any strides count as channels last.
+    # Not its own strides: with a single cell, any strides count as channels last.
     cells = x.as_strided((batch, height, width, channels), (height * width * channels, width * channels, channels, 1))
-    y = torch.empty(batch, outputs, height, width, dtype=term.dtype, device=x.device, memory_format=torch.channels_last)
-    parts = triton.cdiv(height, rows) * triton.cdiv(width, COLUMNS)
-    sums = torch.empty(batch, 2, groups, parts, dtype=torch.float32, device=x.device)
-    _conv[(parts * (outputs // CHANNELS), batch)](
+    y = torch.empty(batch, outputs, height, width, dtype=bias.dtype, device=x.device, memory_format=torch.channels_last)
+    tiles = triton.cdiv(height, rows) * triton.cdiv(width, COLUMNS)
+    sums = torch.empty(batch, 2, groups, tiles, dtype=torch.float32, device=x.device)
+    _conv[(tiles * (outputs // CHANNELS), batch)](
         TensorDescriptor.from_tensor(cells, [1, rows, COLUMNS, CHANNELS]),
         TensorDescriptor.from_tensor(weight, [CHANNELS, CHANNELS]),
         y,
-        y if kept is None else kept,
-        term,
+        y if residual is None else residual,
+        bias,
         sums,
         conv.factor,
         height,
@@ -44,7 +42,7 @@ def fused_conv(x: Tensor, conv: FP8Conv, term: Tensor, groups: int, kept: Tensor
         channels // CHANNELS,
         OUTPUTS=outputs,
         GROUP=outputs // groups,
-        JOIN=kept is not None,
+        ADD=residual is not None,
         ROWS=rows,
         COLUMNS=COLUMNS,
         BLOCK=CHANNELS,
@@ -58,45 +56,45 @@ def fused_conv(x: Tensor, conv: FP8Conv, term: Tensor, groups: int, kept: Tensor
 def _conv(
     x,
     weight,
-    y_at,
-    kept_at,
-    term_at,
-    sums_at,
-    by,
+    y_ptr,
+    residual_ptr,
+    bias_ptr,
+    sums_ptr,
+    scale,
     height,
     width,
     steps,
     OUTPUTS: tl.constexpr,
     GROUP: tl.constexpr,
-    JOIN: tl.constexpr,
+    ADD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    picture = tl.program_id(1)
-    part, first = tl.program_id(0) // (OUTPUTS // BLOCK), tl.program_id(0) % (OUTPUTS // BLOCK) * BLOCK
+    image = tl.program_id(1)
+    tile, first = tl.program_id(0) // (OUTPUTS // BLOCK), tl.program_id(0) % (OUTPUTS // BLOCK) * BLOCK
     across = tl.cdiv(width, COLUMNS)
-    top, left = part // across * ROWS, part % across * COLUMNS
+    top, left = tile // across * ROWS, tile % across * COLUMNS
     total = tl.zeros((BLOCK, ROWS * COLUMNS), tl.float32)
     for step in tl.range(0, 9 * steps):
         tap = step // steps
-        cells = x.load([picture, top + tap // 3 - 1, left + tap % 3 - 1, step % steps * BLOCK])
+        cells = x.load([image, top + tap // 3 - 1, left + tap % 3 - 1, step % steps * BLOCK])
         total = tl.dot(weight.load([first, step * BLOCK]), cells.reshape(ROWS * COLUMNS, BLOCK).T, total)
     output = first + tl.arange(0, BLOCK)
     cell = tl.arange(0, ROWS * COLUMNS)
     row, column = top + cell // COLUMNS, left + cell % COLUMNS
     real = ((row < height) & (column < width))[None, :]
-    start = picture.to(tl.int64) * height * width * OUTPUTS
+    start = image.to(tl.int64) * height * width * OUTPUTS
     at = ((row * width + column) * OUTPUTS)[None, :] + output[:, None]
-    y = total * by + tl.load(term_at + output).to(tl.float32)[:, None]
-    if JOIN:
-        y += tl.load(kept_at + start + at, mask=real, other=0.0).to(tl.float32)
-    rounded = y.to(y_at.dtype.element_ty)
-    tl.store(y_at + start + at, rounded, mask=real)
+    y = total * scale + tl.load(bias_ptr + output).to(tl.float32)[:, None]
+    if ADD:
+        y += tl.load(residual_ptr + start + at, mask=real, other=0.0).to(tl.float32)
+    rounded = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + start + at, rounded, mask=real)
     y = tl.where(real, rounded.to(tl.float32), 0.0)
     groups: tl.constexpr = OUTPUTS // GROUP
     group = first // GROUP + tl.arange(0, BLOCK // GROUP)
-    parts = tl.num_programs(0) // (OUTPUTS // BLOCK)
-    to = sums_at + (picture * 2 * groups + group) * parts + part
+    tiles = tl.num_programs(0) // (OUTPUTS // BLOCK)
+    to = sums_ptr + (image * 2 * groups + group) * tiles + tile
     tl.store(to, tl.sum(tl.reshape(tl.sum(y, 1), (BLOCK // GROUP, GROUP)), 1))
-    tl.store(to + groups * parts, tl.sum(tl.reshape(tl.sum(y * y, 1), (BLOCK // GROUP, GROUP)), 1))
+    tl.store(to + groups * tiles, tl.sum(tl.reshape(tl.sum(y * y, 1), (BLOCK // GROUP, GROUP)), 1))

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.triton.resize import between, mixed
+from nextscale.kernels.dispatch import tl, triton
+from nextscale.kernels.triton.resize import between, interpolate
 
 if TYPE_CHECKING:
     from nextscale.engine.schedule import Grid
@@ -21,7 +20,7 @@ CELLS = 32  # of a program
 
 
 def fused_add(features: Tensor, codes: Tensor, grid: Grid, patch: int) -> Tensor:
-    """Maps [B, d, H, W] with codes [B, N, d patch^2] on a grid of tokens added to them, enlarged."""
+    """Add codes [B, N, d patch^2] on a grid of tokens, enlarged, to maps [B, d, H, W]."""
     batch, channels, height, width = features.shape
     h, w = grid[0] * patch, grid[1] * patch
     out = torch.empty_like(features)
@@ -45,7 +44,7 @@ def fused_add(features: Tensor, codes: Tensor, grid: Grid, patch: int) -> Tensor
 
 
 def fused_inputs(features: Tensor, grid: Grid, patch: int) -> Tensor:
-    """Maps [B, d, H, W] on a grid of tokens, [B, N, d patch^2]."""
+    """Resize maps [B, d, H, W] to a grid of tokens, [B, N, d patch^2]."""
     batch, channels, height, width = features.shape
     h, w = grid[0] * patch, grid[1] * patch
     out = torch.empty(batch, grid[0] * grid[1], channels * patch**2, dtype=torch.float32, device=features.device)
@@ -69,7 +68,7 @@ def fused_inputs(features: Tensor, grid: Grid, patch: int) -> Tensor:
 
 @triton.jit
 def _in_tokens(y, x, w, channel, CHANNELS: tl.constexpr, PATCH: tl.constexpr):
-    """Where tokens hold the channels of the cells (y, x) of a map that is `w` wide."""
+    """Offsets in the tokens of the channels of cells (y, x) of a map that is `w` wide."""
     token = (y // PATCH) * (w // PATCH) + x // PATCH
     inside = y % PATCH * PATCH + x % PATCH
     return token[:, None] * (CHANNELS * PATCH * PATCH) + channel[None, :] * (PATCH * PATCH) + inside[:, None]
@@ -77,9 +76,9 @@ def _in_tokens(y, x, w, channel, CHANNELS: tl.constexpr, PATCH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["h", "w", "height", "width"])
 def _add(
-    features_at,
-    codes_at,
-    out_at,
+    features_ptr,
+    codes_ptr,
+    out_ptr,
     h,
     w,
     height,
@@ -91,25 +90,25 @@ def _add(
     PATCH: tl.constexpr,
     CELLS: tl.constexpr,
 ):
-    picture = tl.program_id(1).to(tl.int64)
+    image = tl.program_id(1).to(tl.int64)
     cell = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
     channel = tl.arange(0, BLOCK)
     real = (cell < height * width)[:, None] & (channel < CHANNELS)[None, :]
     nw, ne, sw, se, fr, fc = between(cell, h, w, width, by_row, by_column)
-    codes = codes_at + picture * h * w * CHANNELS
+    codes = codes_ptr + image * h * w * CHANNELS
     a = tl.load(codes + _in_tokens(nw // w, nw % w, w, channel, CHANNELS, PATCH), mask=real, other=0.0)
     b = tl.load(codes + _in_tokens(ne // w, ne % w, w, channel, CHANNELS, PATCH), mask=real, other=0.0)
     d = tl.load(codes + _in_tokens(sw // w, sw % w, w, channel, CHANNELS, PATCH), mask=real, other=0.0)
     e = tl.load(codes + _in_tokens(se // w, se % w, w, channel, CHANNELS, PATCH), mask=real, other=0.0)
-    at = (picture * CHANNELS + channel)[None, :] * (height * width) + cell[:, None]
-    new = mixed(a, b, d, e, fr[:, None], fc[:, None])
-    tl.store(out_at + at, tl.load(features_at + at, mask=real, other=0.0) + new, mask=real)
+    at = (image * CHANNELS + channel)[None, :] * (height * width) + cell[:, None]
+    new = interpolate(a, b, d, e, fr[:, None], fc[:, None])
+    tl.store(out_ptr + at, tl.load(features_ptr + at, mask=real, other=0.0) + new, mask=real)
 
 
 @triton.jit(do_not_specialize=["h", "w", "height", "width"])
 def _inputs(
-    features_at,
-    out_at,
+    features_ptr,
+    out_ptr,
     h,
     w,
     height,
@@ -121,15 +120,15 @@ def _inputs(
     PATCH: tl.constexpr,
     CELLS: tl.constexpr,
 ):
-    picture = tl.program_id(1).to(tl.int64)
+    image = tl.program_id(1).to(tl.int64)
     cell = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
     channel = tl.arange(0, BLOCK)
     real = (cell < h * w)[:, None] & (channel < CHANNELS)[None, :]
     nw, ne, sw, se, fr, fc = between(cell, height, width, w, by_row, by_column)
-    planes = features_at + (picture * CHANNELS + channel)[None, :] * (height * width)
+    planes = features_ptr + (image * CHANNELS + channel)[None, :] * (height * width)
     a = tl.load(planes + nw[:, None], mask=real, other=0.0)
     b = tl.load(planes + ne[:, None], mask=real, other=0.0)
     d = tl.load(planes + sw[:, None], mask=real, other=0.0)
     e = tl.load(planes + se[:, None], mask=real, other=0.0)
-    to = out_at + picture * h * w * CHANNELS + _in_tokens(cell // w, cell % w, w, channel, CHANNELS, PATCH)
-    tl.store(to, mixed(a, b, d, e, fr[:, None], fc[:, None]), mask=real)
+    to = out_ptr + image * h * w * CHANNELS + _in_tokens(cell // w, cell % w, w, channel, CHANNELS, PATCH)
+    tl.store(to, interpolate(a, b, d, e, fr[:, None], fc[:, None]), mask=real)

@@ -1,49 +1,49 @@
-"""A program takes some numbers in a line."""
+"""Each program rounds a block of numbers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.dispatch import tl, triton
+
 if TYPE_CHECKING:
-    from nextscale.kernels.fp8 import Reads
+    from nextscale.kernels.fp8 import InputFormat
 
 BLOCK = 4096
 
 
-def fused_cast(x: Tensor, reads: Reads, gelu: bool = False) -> Tensor:
-    """x, or GELU of it by its tanh formula, as a layer reads it."""
-    out = torch.empty(x.shape, dtype=reads.dtype, device=x.device)
+def fused_cast(x: Tensor, input_format: InputFormat, gelu: bool = False) -> Tensor:
+    """x, or GELU of it by its tanh formula, in the input format of a layer."""
+    out = torch.empty(x.shape, dtype=input_format.dtype, device=x.device)
     _cast[(triton.cdiv(x.numel(), BLOCK),)](
-        x.contiguous(), out, x.numel(), reads.by, GELU=gelu, BLOCK=BLOCK, num_warps=8
+        x.contiguous(), out, x.numel(), input_format.scale, GELU=gelu, BLOCK=BLOCK, num_warps=8
     )
     return out
 
 
 @triton.jit
-def by_eights(WIDTH: tl.constexpr):
-    """Channels from 0 to WIDTH to be written: 16 at a time, which 8 bits allow, would be forced upon keys and values,
-    too, which then could not be fetched ahead."""
+def arange_by_8(WIDTH: tl.constexpr):
+    """Channels to be written, 8 at a time: 16, which FP8 allows, would be forced upon keys and values, too, which then
+    could not be prefetched."""
     return tl.max_contiguous(tl.arange(0, WIDTH), 8)
 
 
 @triton.jit
-def as_read(x, by, dtype: tl.constexpr):
-    """x in a dtype; in 8 bits it is multiplied first, and what is too large becomes the largest there is."""
+def cast(x, scale, dtype: tl.constexpr):
+    """x in a dtype; for FP8 it is scaled first, and what is too large becomes the largest number."""
     if dtype == tl.float8e4nv:
-        x = tl.clamp(x * by, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(x * scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
 
 
 @triton.jit
-def _cast(x_at, out_at, count, by, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _cast(x_ptr, out_ptr, count, scale, GELU: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = at < count
-    x = tl.load(x_at + at, mask=real, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=real, other=0.0).to(tl.float32)
     if GELU:
         x *= tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(z)) / 2 is sigmoid(2 z)
-    tl.store(out_at + at, as_read(x, by, out_at.dtype.element_ty), mask=real)
+    tl.store(out_ptr + at, cast(x, scale, out_ptr.dtype.element_ty), mask=real)

@@ -1,13 +1,13 @@
-"""A program takes some tokens of an image and some of their channels; another kernel puts the parts together."""
+"""A program takes some tokens of an image and some of their channels; another kernel adds up the splits."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from nextscale.kernels.dispatch import tl, triton
 
 if TYPE_CHECKING:
     from nextscale.kernels.logit_lens import BitHead
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 TOKENS, STEP = 64, 64  # tokens and channels that a program holds at once
 PROGRAMS = 300  # that run at once on a large GPU
-MOST = 8  # parts
-FEW = 8  # tokens of a program that puts the parts together
+MAX_SPLITS = 8
+ENTROPY_TOKENS = 8  # of a program that adds up splits
 
 
 def fused_head(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,19 +30,19 @@ def fused_head(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tu
     return factor, total, term
 
 
-def fused_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, ...]:
-    """Of the tokens x [B, N, C] what a `Look` holds; entropy is a sum over bits or their mean."""
+def fused_logit_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, ...]:
+    """The `BitStats` of tokens x [B, N, C]; entropy is a sum over bits or their mean."""
     images, tokens, channels = x.shape
-    sizes, width = sizes_of(head)
-    parts = parts_of(tokens, channels)
-    sums = torch.empty(parts, images, tokens, width + 16, dtype=torch.float32, device=x.device)
+    sizes, width = block_sizes(head)
+    splits = num_splits(tokens, channels)
+    sums = torch.empty(splits, images, tokens, width + 16, dtype=torch.float32, device=x.device)
     entropy, products, moments = (
         torch.empty(images, tokens, *n, dtype=torch.float32, device=x.device) for n in ((), (width,), (2,))
     )
-    _sums[(triton.cdiv(tokens, TOKENS), parts, images)](
-        x, head.factor, sums, tokens, channels, channels // parts, *x.stride()[:2], **sizes, **BLOCKS
+    _sums[(triton.cdiv(tokens, TOKENS), splits, images)](
+        x, head.factor, sums, tokens, channels, channels // splits, *x.stride()[:2], **sizes, **BLOCKS
     )
-    _entropy[(triton.cdiv(tokens, FEW), images)](
+    _entropy[(triton.cdiv(tokens, ENTROPY_TOKENS), images)](
         sums,
         entropy,
         products,
@@ -52,10 +52,10 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, ...]:
         tokens,
         channels,
         head.eps,
-        share_of(head, unit),
+        entropy_scale(head, unit),
         **sizes,
-        TOKENS=FEW,
-        PARTS=parts,
+        TOKENS=ENTROPY_TOKENS,
+        SPLITS=splits,
         num_warps=4,
     )
     return entropy, products, moments
@@ -64,27 +64,27 @@ def fused_lens(x: Tensor, head: BitHead, unit: str) -> tuple[Tensor, ...]:
 BLOCKS = {"TOKENS": TOKENS, "STEP": STEP, "num_warps": 4, "num_stages": 3}
 
 
-def sizes_of(head: BitHead) -> tuple[dict[str, int], int]:
+def block_sizes(head: BitHead) -> tuple[dict[str, int], int]:
     bits = head.total.shape[1]
     block = max(triton.next_power_of_2(bits), 16)
     return {"BITS": bits, "BLOCK_BITS": block}, block
 
 
-def parts_of(tokens: int, channels: int) -> int:
-    """Not by the number of images: a batch must give exactly what its images give."""
-    parts = 1
+def num_splits(tokens: int, channels: int) -> int:
+    """Whatever the number of images: a batch must give exactly what its images give."""
+    splits = 1
     groups = triton.cdiv(tokens, TOKENS)
-    while parts < MOST and 2 * parts * groups <= PROGRAMS and channels % (2 * parts * STEP) == 0:
-        parts *= 2
-    return parts
+    while splits < MAX_SPLITS and 2 * splits * groups <= PROGRAMS and channels % (2 * splits * STEP) == 0:
+        splits *= 2
+    return splits
 
 
-def share_of(head: BitHead, unit: str) -> float:
+def entropy_scale(head: BitHead, unit: str) -> float:
     return 1 / head.total.shape[1] if unit == "bit" else 1.0
 
 
 @triton.jit
-def _head(weight_at, bias_at, scale_at, shift_at, factor_at, total_at, term_at, channels, BLOCK: tl.constexpr):
+def _head(weight_ptr, bias_ptr, scale_ptr, shift_ptr, factor_ptr, total_ptr, term_ptr, channels, BLOCK: tl.constexpr):
     """A program takes a bit: the difference of its two logits."""
     bit, image = tl.program_id(0), tl.program_id(1)
     bits = tl.num_programs(0)
@@ -93,25 +93,25 @@ def _head(weight_at, bias_at, scale_at, shift_at, factor_at, total_at, term_at, 
     for start in tl.range(0, channels, BLOCK):
         channel = start + tl.arange(0, BLOCK)
         real = channel < channels
-        one = tl.load(weight_at + (2 * bit + 1) * channels + channel, mask=real, other=0.0)
-        weight = one - tl.load(weight_at + 2 * bit * channels + channel, mask=real, other=0.0)
-        factor = (1 + tl.load(scale_at + image * channels + channel, mask=real, other=0.0)) * weight
-        tl.store(factor_at + (image * channels + channel) * bits + bit, factor, mask=real)
+        one = tl.load(weight_ptr + (2 * bit + 1) * channels + channel, mask=real, other=0.0)
+        weight = one - tl.load(weight_ptr + 2 * bit * channels + channel, mask=real, other=0.0)
+        factor = (1 + tl.load(scale_ptr + image * channels + channel, mask=real, other=0.0)) * weight
+        tl.store(factor_ptr + (image * channels + channel) * bits + bit, factor, mask=real)
         total += factor
-        term += weight * tl.load(shift_at + image * channels + channel, mask=real, other=0.0)
-    rest = tl.load(bias_at + 2 * bit + 1) - tl.load(bias_at + 2 * bit)
-    tl.store(total_at + image * bits + bit, tl.sum(total, 0))
-    tl.store(term_at + image * bits + bit, tl.sum(term, 0) + rest)
+        term += weight * tl.load(shift_ptr + image * channels + channel, mask=real, other=0.0)
+    rest = tl.load(bias_ptr + 2 * bit + 1) - tl.load(bias_ptr + 2 * bit)
+    tl.store(total_ptr + image * bits + bit, tl.sum(total, 0))
+    tl.store(term_ptr + image * bits + bit, tl.sum(term, 0) + rest)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _sums(
-    x_at,
-    factor_at,
-    sums_at,
+    x_ptr,
+    factor_ptr,
+    sums_ptr,
     tokens,
     channels,
-    each,
+    split_channels,
     x_image,
     x_token,
     BITS: tl.constexpr,
@@ -119,28 +119,28 @@ def _sums(
     TOKENS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Of a part of the channels: products with the head's weights, sum, and sum of squares."""
-    part, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """For a split of the channels: products with the head's weights, sum, and sum of squares."""
+    split, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     real = token < tokens
     bit = tl.arange(0, BLOCK_BITS)
     known = bit < BITS
-    channel = part * each + tl.arange(0, STEP)
-    x_place = x_at + image * x_image + token[:, None] * x_token + channel[None, :]
-    factor_place = factor_at + image * channels * BITS + channel[:, None] * BITS + bit[None, :]
+    channel = split * split_channels + tl.arange(0, STEP)
+    x_ptrs = x_ptr + image * x_image + token[:, None] * x_token + channel[None, :]
+    factor_ptrs = factor_ptr + image * channels * BITS + channel[:, None] * BITS + bit[None, :]
     products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
     sums = tl.zeros((TOKENS, STEP), tl.float32)
     squares = tl.zeros((TOKENS, STEP), tl.float32)
-    for _ in tl.range(0, each, STEP):
-        x = tl.load(x_place, mask=real[:, None], other=0.0)
-        factor = tl.load(factor_place, mask=known[None, :], other=0.0)
+    for _ in tl.range(0, split_channels, STEP):
+        x = tl.load(x_ptrs, mask=real[:, None], other=0.0)
+        factor = tl.load(factor_ptrs, mask=known[None, :], other=0.0)
         # Three products of 10-bit parts have nearly the digits of one in float32.
         products = tl.dot(x, factor, products, input_precision="tf32x3")
         sums += x
         squares += x * x
-        x_place += STEP
-        factor_place += STEP * BITS
-    to = sums_at + ((part * tl.num_programs(2) + image) * tokens + token) * (BLOCK_BITS + 16)
+        x_ptrs += STEP
+        factor_ptrs += STEP * BITS
+    to = sums_ptr + ((split * tl.num_programs(2) + image) * tokens + token) * (BLOCK_BITS + 16)
     tl.store(to[:, None] + bit[None, :], products, mask=real[:, None])
     tl.store(to + BLOCK_BITS, tl.sum(sums, 1), mask=real)
     tl.store(to + BLOCK_BITS + 1, tl.sum(squares, 1), mask=real)
@@ -148,20 +148,20 @@ def _sums(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _entropy(
-    sums_at,
-    entropy_at,
-    products_at,
-    moments_at,
-    total_at,
-    term_at,
+    sums_ptr,
+    entropy_ptr,
+    products_ptr,
+    moments_ptr,
+    total_ptr,
+    term_ptr,
     tokens,
     channels,
     eps,
-    by,
+    scale,
     BITS: tl.constexpr,
     BLOCK_BITS: tl.constexpr,
     TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     image = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -170,8 +170,8 @@ def _entropy(
     products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
     sums = tl.zeros((TOKENS,), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
-    for part in tl.static_range(PARTS):
-        at = sums_at + ((part * tl.num_programs(1) + image) * tokens + token) * (BLOCK_BITS + 16)
+    for split in tl.static_range(SPLITS):
+        at = sums_ptr + ((split * tl.num_programs(1) + image) * tokens + token) * (BLOCK_BITS + 16)
         products += tl.load(at[:, None] + bit[None, :], mask=real[:, None], other=0.0)
         sums += tl.load(at + BLOCK_BITS, mask=real, other=0.0)
         squares += tl.load(at + BLOCK_BITS + 1, mask=real, other=0.0)
@@ -179,20 +179,22 @@ def _entropy(
     variance = tl.maximum(squares / channels - mean * mean, 0.0)
     deviation = tl.sqrt(variance + eps)
     here = image * tokens + token
-    tl.store(moments_at + here * 2, mean, mask=real)
-    tl.store(moments_at + here * 2 + 1, variance, mask=real)
-    tl.store(products_at + here[:, None] * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
-    entropy = of_bits(products, mean, deviation, total_at + image * BITS, term_at + image * BITS, BITS, BLOCK_BITS)
-    tl.store(entropy_at + here, entropy * by, mask=real)
+    tl.store(moments_ptr + here * 2, mean, mask=real)
+    tl.store(moments_ptr + here * 2 + 1, variance, mask=real)
+    tl.store(products_ptr + here[:, None] * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
+    entropy = bits_entropy(
+        products, mean, deviation, total_ptr + image * BITS, term_ptr + image * BITS, BITS, BLOCK_BITS
+    )
+    tl.store(entropy_ptr + here, entropy * scale, mask=real)
 
 
 @triton.jit
-def of_bits(products, mean, deviation, total_at, term_at, BITS: tl.constexpr, BLOCK_BITS: tl.constexpr):
+def bits_entropy(products, mean, deviation, total_ptr, term_ptr, BITS: tl.constexpr, BLOCK_BITS: tl.constexpr):
     """The entropy of tokens, a sum over bits."""
     bit = tl.arange(0, BLOCK_BITS)
     known = bit < BITS
-    total = tl.load(total_at + bit, mask=known, other=0.0)
-    term = tl.load(term_at + bit, mask=known, other=0.0)
+    total = tl.load(total_ptr + bit, mask=known, other=0.0)
+    term = tl.load(term_ptr + bit, mask=known, other=0.0)
     z = (products - mean[:, None] * total[None, :]) / deviation[:, None] + term[None, :]
     # Two outcomes need one number: H = softplus(z) - z sigmoid(z).
     softplus = tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z)))

@@ -1,19 +1,19 @@
-"""One program copies all."""
+"""One program copies all numbers."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from nextscale.kernels.dispatch import tl, triton
 
-def fused_carry(to: Tensor, source: Tensor) -> None:
+
+def fused_copy(to: Tensor, source: Tensor) -> None:
     with torch.cuda.device(to.device if to.is_cuda else source.device):
-        _carry[(1,)](to, source, to.numel(), BLOCK=triton.next_power_of_2(to.numel()), num_warps=1)
+        _copy[(1,)](to, source, to.numel(), BLOCK=triton.next_power_of_2(to.numel()), num_warps=1)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _carry(to_at, source_at, count, BLOCK: tl.constexpr):
+def _copy(to_ptr, source_ptr, count, BLOCK: tl.constexpr):
     number = tl.arange(0, BLOCK)
-    tl.store(to_at + number, tl.load(source_at + number, mask=number < count), mask=number < count)
+    tl.store(to_ptr + number, tl.load(source_ptr + number, mask=number < count), mask=number < count)

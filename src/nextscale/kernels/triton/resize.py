@@ -1,9 +1,8 @@
-"""Where a cell of a new grid lies on the old one. Cells are squares, so centers are compared."""
+"""The position of a cell of a new grid on the old one. Cells are squares, so centers are compared."""
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from nextscale.kernels.dispatch import tl, triton
 
 
 @triton.jit
@@ -24,6 +23,6 @@ def nearest(cell, h, w, width, by_row, by_column):
 
 
 @triton.jit
-def mixed(nw, ne, sw, se, fr, fc):
-    """What lies between four cells, so far from the first of them."""
+def interpolate(nw, ne, sw, se, fr, fc):
+    """Interpolate between four cells, at this distance from the first of them."""
     return (1 - fr) * ((1 - fc) * nw + fc * ne) + fr * ((1 - fc) * sw + fc * se)

@@ -1,88 +1,94 @@
-"""The lens on a state that it saw before some of its tokens were changed.
+"""The logit lens on a state that changed in place since its last statistics.
 
-Kept tokens are looked at again. Holes have the products that they had, and those of what they received."""
+Kept tokens are computed again. To the products of pruned tokens, those of what they received are added."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
 
-from nextscale.kernels.num_sms import processors
-from nextscale.kernels.triton.logit_lens import BLOCKS, FEW, TOKENS, of_bits, parts_of, share_of, sizes_of
-from nextscale.kernels.triton.resize import between, mixed, nearest
+from nextscale.kernels.dispatch import tl, triton
+from nextscale.kernels.occupancy import num_sms
+from nextscale.kernels.triton.logit_lens import (
+    BLOCKS,
+    ENTROPY_TOKENS,
+    TOKENS,
+    bits_entropy,
+    block_sizes,
+    entropy_scale,
+    num_splits,
+)
+from nextscale.kernels.triton.resize import between, interpolate, nearest
 
 if TYPE_CHECKING:
-    from nextscale.kernels.logit_lens import BitHead, Filled, Look
+    from nextscale.kernels.logit_lens import BitHead, BitStats, RestoredState
 
 
-def fused_lens_of_filled(filled: Filled, look: Look, head: BitHead, unit: str) -> None:
-    """The same of a state whose holes were filled, from the look at what it was before, which becomes the new one. Its
-    moments are already those of now."""
-    x, (images, tokens), channels = filled.x, look.entropy.shape, filled.x.shape[2]
-    (h, w), (height, wide) = filled.grids
-    cached = x if filled.cached is None else filled.cached.contiguous()
-    sizes, width = sizes_of(head)
-    # Not by the kept tokens: what a picture gives must not depend on the room that others needed.
-    parts = parts_of(h * w or tokens, channels)
-    room = min(len(filled.chosen.cell), images * tokens)  # for the kept tokens of conditional rows
-    sums = torch.empty(parts, images * h * w + room, width, dtype=torch.float32, device=x.device)
+def fused_restored_logit_lens(restored: RestoredState, stats: BitStats, head: BitHead, unit: str) -> None:
+    """Update the statistics of a state after its pruned tokens were restored. The moments are already up to date."""
+    x, (images, tokens), channels = restored.x, stats.entropy.shape, restored.x.shape[2]
+    (h, w), (height, map_width) = restored.grids
+    cached = x if restored.cached is None else restored.cached.contiguous()
+    sizes, width = block_sizes(head)
+    # Whatever is kept: the result of an image must not depend on the capacity that others needed.
+    splits = num_splits(h * w or tokens, channels)
+    capacity = min(len(restored.chosen.cell), images * tokens)  # for the kept tokens of conditional rows
+    sums = torch.empty(splits, images * h * w + capacity, width, dtype=torch.float32, device=x.device)
     # How many groups of tokens an image keeps, only the device knows: these take one after another.
-    kept = min(triton.cdiv(tokens, TOKENS), max(2 * processors(x.device) // (parts * images), 1))
-    _sums_of_filled[(kept + triton.cdiv(h * w, TOKENS), parts, images)](
+    kept = min(triton.cdiv(tokens, TOKENS), max(2 * num_sms(x.device) // (splits * images), 1))
+    _restored_sums[(kept + triton.cdiv(h * w, TOKENS), splits, images)](
         x,
-        filled.chosen.cell,
-        filled.chosen.start,
+        restored.chosen.cell,
+        restored.chosen.start,
         cached,
         head.factor,
         sums,
-        room,
+        capacity,
         h * w,
         kept,
-        channels // parts,
+        channels // splits,
         CHANNELS=channels,
         EXACT=cached.dtype == torch.float32,
         **sizes,
         **BLOCKS,
     )
-    _entropy_of_filled[(triton.cdiv(tokens, FEW), images)](
+    _restored_entropy[(triton.cdiv(tokens, ENTROPY_TOKENS), images)](
         sums,
-        *look,
-        filled.chosen.slot,
+        *stats,
+        restored.chosen.slot,
         head.total,
         head.term,
         tokens,
-        room,
+        capacity,
         h,
         w,
-        wide,
+        map_width,
         h / max(height, 1),
-        w / max(wide, 1),
+        w / max(map_width, 1),
         head.eps,
-        share_of(head, unit),
-        FILLED=filled.cached is not None,
-        BILINEAR=filled.mode == "bilinear",
+        entropy_scale(head, unit),
+        RESTORED=restored.cached is not None,
+        BILINEAR=restored.mode == "bilinear",
         **sizes,
-        TOKENS=FEW,
-        PARTS=parts,
+        TOKENS=ENTROPY_TOKENS,
+        SPLITS=splits,
         num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["room", "olds", "kept"])
-def _sums_of_filled(
-    x_at,
-    cell_at,
-    start_at,
-    cached_at,
-    factor_at,
-    sums_at,
-    room,
-    olds,
+@triton.jit(do_not_specialize=["capacity", "old_cells", "kept"])
+def _restored_sums(
+    x_ptr,
+    cell_ptr,
+    start_ptr,
+    cached_ptr,
+    factor_ptr,
+    sums_ptr,
+    capacity,
+    old_cells,
     kept,
-    each,
+    split_channels,
     CHANNELS: tl.constexpr,
     EXACT: tl.constexpr,
     BITS: tl.constexpr,
@@ -91,41 +97,41 @@ def _sums_of_filled(
     STEP: tl.constexpr,
 ):
     """Products of the kept tokens' new states, and of what the others received, before it was enlarged: that is linear,
-    so it may be done afterwards, with fewer numbers."""
-    group, part, image = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    so it can be done afterwards, with fewer numbers."""
+    group, split, image = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     bit = tl.arange(0, BLOCK_BITS)
     known = bit < BITS
-    channel = part * each + tl.arange(0, STEP)
-    factor_place = factor_at + image * CHANNELS * BITS + channel[:, None] * BITS + bit[None, :]
-    many = tl.num_programs(2).to(tl.int64) * olds
-    to = sums_at + part * (many + room) * BLOCK_BITS
+    channel = split * split_channels + tl.arange(0, STEP)
+    factor_ptrs = factor_ptr + image * CHANNELS * BITS + channel[:, None] * BITS + bit[None, :]
+    old_total = tl.num_programs(2).to(tl.int64) * old_cells
+    to = sums_ptr + split * (old_total + capacity) * BLOCK_BITS
     if group < kept:
-        end = tl.load(start_at + image + 1)
-        for first in tl.range(tl.load(start_at + image) + group * TOKENS, end, kept * TOKENS):
+        end = tl.load(start_ptr + image + 1)
+        for first in tl.range(tl.load(start_ptr + image) + group * TOKENS, end, kept * TOKENS):
             token = first + tl.arange(0, TOKENS)
             real = token < end
-            cell = tl.load(cell_at + token, mask=real, other=0).to(tl.int64)
-            place = x_at + cell[:, None] * CHANNELS + channel[None, :]
-            factors = factor_place
+            cell = tl.load(cell_ptr + token, mask=real, other=0).to(tl.int64)
+            x_ptrs = x_ptr + cell[:, None] * CHANNELS + channel[None, :]
+            channel_affine = factor_ptrs
             products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
-            for _ in tl.range(0, each, STEP):
-                x = tl.load(place, mask=real[:, None], other=0.0)
-                factor = tl.load(factors, mask=known[None, :], other=0.0)
+            for _ in tl.range(0, split_channels, STEP):
+                x = tl.load(x_ptrs, mask=real[:, None], other=0.0)
+                factor = tl.load(channel_affine, mask=known[None, :], other=0.0)
                 products = tl.dot(x, factor, products, input_precision="tf32x3")
-                place += STEP
-                factors += STEP * BITS
-            tl.store(to + (many + token[:, None]) * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
+                x_ptrs += STEP
+                channel_affine += STEP * BITS
+            tl.store(to + (old_total + token[:, None]) * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
     else:
         old = (group - kept) * TOKENS + tl.arange(0, TOKENS)
-        real = old < olds
+        real = old < old_cells
         products = tl.zeros((TOKENS, BLOCK_BITS), tl.float32)
-        place = cached_at + (image * olds + old[:, None]) * CHANNELS + channel[None, :]
-        for _ in tl.range(0, each, STEP):
-            x = tl.load(place, mask=real[:, None], other=0.0)
-            factor = tl.load(factor_place, mask=known[None, :], other=0.0)
+        x_ptrs = cached_ptr + (image * old_cells + old[:, None]) * CHANNELS + channel[None, :]
+        for _ in tl.range(0, split_channels, STEP):
+            x = tl.load(x_ptrs, mask=real[:, None], other=0.0)
+            factor = tl.load(factor_ptrs, mask=known[None, :], other=0.0)
             if EXACT:
                 products = tl.dot(x, factor, products, input_precision="tf32x3")
-            else:  # three numbers of x's kind have the digits of one in float32
+            else:  # three numbers of x's dtype have the digits of one in float32
                 first = factor.to(x.dtype)
                 rest = factor - first.to(tl.float32)
                 second = rest.to(x.dtype)
@@ -133,65 +139,67 @@ def _sums_of_filled(
                 products = tl.dot(x, first, products)
                 products = tl.dot(x, second, products)
                 products = tl.dot(x, third, products)
-            place += STEP
-            factor_place += STEP * BITS
-        tl.store(to + (image * olds + old[:, None]) * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
+            x_ptrs += STEP
+            factor_ptrs += STEP * BITS
+        tl.store(to + (image * old_cells + old[:, None]) * BLOCK_BITS + bit[None, :], products, mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "room", "h", "w", "width"])
-def _entropy_of_filled(
-    sums_at,
-    entropy_at,
-    products_at,
-    moments_at,
-    slot_at,
-    total_at,
-    term_at,
+@triton.jit(do_not_specialize=["tokens", "capacity", "h", "w", "width"])
+def _restored_entropy(
+    sums_ptr,
+    entropy_ptr,
+    products_ptr,
+    moments_ptr,
+    slot_ptr,
+    total_ptr,
+    term_ptr,
     tokens,
-    room,
+    capacity,
     h,
     w,
     width,
     by_row,
     by_column,
     eps,
-    by,
-    FILLED: tl.constexpr,
+    scale,
+    RESTORED: tl.constexpr,
     BILINEAR: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_BITS: tl.constexpr,
     TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     image = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     real = token < tokens
     bit = tl.arange(0, BLOCK_BITS)[None, :]
     here = image * tokens + token
-    slot = tl.load(slot_at + here, mask=real, other=0)
-    hole = real & (slot < 0)
+    slot = tl.load(slot_ptr + here, mask=real, other=0)
+    pruned = real & (slot < 0)
     kept = real & (slot >= 0)
-    products = tl.load(products_at + here[:, None] * BLOCK_BITS + bit, mask=hole[:, None], other=0.0)
-    changed = real if FILLED else kept
-    olds = h * w
-    if FILLED:
+    products = tl.load(products_ptr + here[:, None] * BLOCK_BITS + bit, mask=pruned[:, None], other=0.0)
+    changed = real if RESTORED else kept
+    old_cells = h * w
+    if RESTORED:
         nw, ne, sw, se, fr, fc = between(token, h, w, width, by_row, by_column)
         old = nearest(token, h, w, width, by_row, by_column)
-    many = tl.num_programs(1).to(tl.int64) * olds
-    for part in tl.static_range(PARTS):
-        sums = sums_at + part * (many + room) * BLOCK_BITS + bit
-        products += tl.load(sums + (many + slot)[:, None] * BLOCK_BITS, mask=kept[:, None], other=0.0)
-        sums += image * olds * BLOCK_BITS
-        if FILLED and BILINEAR:
-            a = tl.load(sums + nw[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
-            b = tl.load(sums + ne[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
-            d = tl.load(sums + sw[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
-            e = tl.load(sums + se[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
-            products += mixed(a, b, d, e, fr[:, None], fc[:, None])
-        elif FILLED:
-            products += tl.load(sums + old[:, None] * BLOCK_BITS, mask=hole[:, None], other=0.0)
-    tl.store(products_at + here[:, None] * BLOCK_BITS + bit, products, mask=changed[:, None])
-    mean = tl.load(moments_at + here * 2, mask=real, other=0.0)
-    deviation = tl.sqrt(tl.load(moments_at + here * 2 + 1, mask=real, other=0.0) + eps)
-    entropy = of_bits(products, mean, deviation, total_at + image * BITS, term_at + image * BITS, BITS, BLOCK_BITS)
-    tl.store(entropy_at + here, entropy * by, mask=changed)
+    old_total = tl.num_programs(1).to(tl.int64) * old_cells
+    for split in tl.static_range(SPLITS):
+        sums = sums_ptr + split * (old_total + capacity) * BLOCK_BITS + bit
+        products += tl.load(sums + (old_total + slot)[:, None] * BLOCK_BITS, mask=kept[:, None], other=0.0)
+        sums += image * old_cells * BLOCK_BITS
+        if RESTORED and BILINEAR:
+            a = tl.load(sums + nw[:, None] * BLOCK_BITS, mask=pruned[:, None], other=0.0)
+            b = tl.load(sums + ne[:, None] * BLOCK_BITS, mask=pruned[:, None], other=0.0)
+            d = tl.load(sums + sw[:, None] * BLOCK_BITS, mask=pruned[:, None], other=0.0)
+            e = tl.load(sums + se[:, None] * BLOCK_BITS, mask=pruned[:, None], other=0.0)
+            products += interpolate(a, b, d, e, fr[:, None], fc[:, None])
+        elif RESTORED:
+            products += tl.load(sums + old[:, None] * BLOCK_BITS, mask=pruned[:, None], other=0.0)
+    tl.store(products_ptr + here[:, None] * BLOCK_BITS + bit, products, mask=changed[:, None])
+    mean = tl.load(moments_ptr + here * 2, mask=real, other=0.0)
+    deviation = tl.sqrt(tl.load(moments_ptr + here * 2 + 1, mask=real, other=0.0) + eps)
+    entropy = bits_entropy(
+        products, mean, deviation, total_ptr + image * BITS, term_ptr + image * BITS, BITS, BLOCK_BITS
+    )
+    tl.store(entropy_ptr + here, entropy * scale, mask=changed)

@@ -1,5 +1,5 @@
 """NOVA: entropy decides when to start pruning, how many tokens per scale and layer, and a cache restores them."""
 
-from nextscale.methods.nova.policy import NOVA
+from nextscale.methods.nova.method import NOVA
 
 __all__ = ["NOVA"]

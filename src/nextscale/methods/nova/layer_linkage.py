@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nextscale.kernels.topk_select import fused_link_and_select, selects
+from nextscale.kernels import topk
 from nextscale.methods.selection import Packed, Selection, topk_select
 
-MOST = math.nextafter(1.0, 0.0)  # ratios lie in [0, 1)
+MAX_RATIO = math.nextafter(1.0, 0.0)  # ratios lie in [0, 1)
 MEAN, RATIO, DEVIATION, KEPT = range(4)  # what is noted of a layer
 
 
@@ -38,8 +38,8 @@ class Linkage(NamedTuple):
         `ratio` [B] is the scale's; `notes` [layers, 4, B] hold what was found in the layers before. `mean` [B] is the
         layer's entropy where it is not that of its tokens.
         """
-        if selects(score):
-            return Packed(*fused_link_and_select(entropy, score, ratio, notes, layer, self, copies, mean))
+        if topk.supports(score):
+            return Packed(*topk.fused_link_and_select(entropy, score, ratio, notes, layer, self, copies, mean))
         self.note(entropy.double().mean(1) if mean is None else mean, ratio, notes, layer, entropy.shape[1])
         return topk_select(score, notes[layer, KEPT].long(), copies)
 
@@ -50,7 +50,7 @@ class Linkage(NamedTuple):
             usual = notes[self.first : layer, MEAN].mean(0)
             # What is not finite is complained about when the scale is over: until then, a number that counts as one.
             deviation = torch.where(usual == 0, 0, (mean - usual) / usual).nan_to_num(0, 0, 0)
-        result = (ratio * (1 - deviation)).clamp_min(self.lowest).clamp_max(MOST)
+        result = (ratio * (1 - deviation)).clamp_min(self.lowest).clamp_max(MAX_RATIO)
         result = torch.where(ratio > 0, result, ratio)
         kept = tokens - (result * tokens).floor()
         kept = kept if self.empty else kept.clamp_min(1)

@@ -1,1 +1,1 @@
-"""Pictures and figures of what happened in a run."""
+"""The papers' figures, drawn from runs of any model."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from nextscale.methods.nova import NOVA
 from nextscale.methods.nova.growth import Growth
+from nextscale.research.analyze import style
 from nextscale.research.analyze.band import Band
 from nextscale.research.analyze.data import Data
-from nextscale.research.analyze.style import canvas, gradient, literal, plain_axes, save
 
 
 def measure(band: Band, method: NOVA) -> Data:
-    """From the entropies of plain runs: until it begins to reduce, NOVA's run is the plain one."""
+    """Find the first reduced scale from entropies of plain runs, as NOVA's run is plain until then."""
     entropies = band.guided if method.entropy_of == "guided" else band.conditional
     last = entropies.shape[1]
     first: list[int | None] = []
@@ -29,30 +29,32 @@ def draw(data: Data, path: Path) -> None:
     names = list(dict.fromkeys(data["categories"]))
     pairs = list(zip(data["categories"], data["first_reduced"], strict=True))
     scales = list(range(data["t_est"] + 2, data["scales"] + 1))  # the earliest that the rule allows, and later
-    figure = canvas(1.9 + 0.42 * len(names))
+    figure = style.new_figure(1.9 + 0.42 * len(names))
     axes = figure.subplots()
-    left = dict.fromkeys(names, 0.0)
-    for scale, color in zip([*scales, None], [*gradient(len(scales)), "0.85"], strict=True):
+    end = dict.fromkeys(names, 0.0)
+    for scale, color in zip([*scales, None], [*style.gradient(len(scales)), "0.85"], strict=True):
         label = "never" if scale is None else f"scale {scale}"
-        for place, name in enumerate(names):
+        for y, name in enumerate(names):
             found = Counter(first for category, first in pairs if category == name)
             share = found[scale] / found.total()
-            axes.barh(place, share, left=left[name], color=color, edgecolor="white", label=None if place else label)
+            axes.barh(y, share, left=end[name], color=color, edgecolor="white", label=None if y else label)
             if share >= 0.06:
                 dark = scale is not None and scale - scales[0] < 0.6 * len(scales)
-                where = (left[name] + share / 2, place)
+                where = (end[name] + share / 2, y)
                 axes.text(*where, f"{share:.0%}", ha="center", va="center", fontsize=9, color="w" if dark else "k")
-            left[name] += share
+            end[name] += share
     counts: Counter[str] = Counter(data["categories"])
-    axes.set_yticks(range(len(names)), [literal(f"{name} ({counts[name]})") for name in names], fontsize=9.5)
+    axes.set_yticks(
+        range(len(names)), [style.escape_dollars(f"{name} ({counts[name]})") for name in names], fontsize=9.5
+    )
     axes.invert_yaxis()
     axes.set(xlim=(0, 1), xlabel="share of the prompts")
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), title="first reduced scale")
-    plain_axes(axes)
+    style.plain_axes(axes)
     one = " (one prompt only)" if len(pairs) == 1 else ""
     figure.suptitle(
         f"Where NOVA begins to reduce, {data['model']}{one}: t_est = {data['t_est']}, alpha = {data['alpha']:g}",
         fontsize=12,
     )
-    save(figure, path)
+    style.save(figure, path)

@@ -14,7 +14,7 @@ def computed(trace: Trace, image: int, scale: int) -> np.ndarray:
 
 
 def computed_overall(trace: Trace, image: int = 0) -> np.ndarray:
-    """The same over all scales, each with the weight of its tokens, on the grid of the last one."""
+    """The share over all scales, weighted by their tokens, on the grid of the last one."""
     h, w = trace.schedule.last
     total = np.zeros((h, w))
     for scale in trace.schedule:

@@ -14,7 +14,7 @@ Data = dict[str, Any]  # values of JSON, arrays, and lists of arrays (a map per 
 
 
 def store(data: Data, folder: Path, name: str) -> Path:
-    """NAME.json, or NAME.npz if there are arrays; its entry `about` then holds the rest as JSON."""
+    """Write NAME.json, or NAME.npz if there are arrays; its entry `about` then holds the rest as JSON."""
     arrays: dict[str, Any] = {}
     for key, value in data.items():
         if isinstance(value, np.ndarray):
@@ -33,7 +33,7 @@ def store(data: Data, folder: Path, name: str) -> Path:
 
 
 def load(path: Path) -> Data:
-    """The inverse of `store`."""
+    """Read what `store` wrote."""
     if path.suffix == ".json":
         return dict(json.loads(path.read_text()))
     with np.load(path) as content:
@@ -47,6 +47,6 @@ def load(path: Path) -> Data:
     return data
 
 
-def small(values: Any) -> np.ndarray:
+def to_half(values: Any) -> np.ndarray:
     """A map in half precision: enough for a color."""
     return np.asarray(values, dtype=np.float16)

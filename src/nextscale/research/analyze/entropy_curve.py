@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from nextscale.research.analyze import style
 from nextscale.research.analyze.band import Band
 from nextscale.research.analyze.data import Data
-from nextscale.research.analyze.style import BLACK, BLUE, ORANGE, canvas, literal, plain_axes, quoted, save
 from nextscale.research.analyze.watch import Watched
 
 KINDS = {"conditional": "conditional prediction, raw", "guided": "after temperature and guidance"}
@@ -30,11 +30,11 @@ def measure(band: Band, watched: Watched) -> Data:
 
 
 def draw(data: Data, path: Path) -> None:
-    figure = canvas(4.4)
+    figure = style.new_figure(4.4)
     panels = figure.subplots(1, 2, sharey=True)
     scales = range(1, len(data["grids"]) + 1)
     count = len(data["prompts"])
-    for axes, (kind, title), color in zip(panels, KINDS.items(), (BLUE, ORANGE), strict=True):
+    for axes, (kind, title), color in zip(panels, KINDS.items(), (style.BLUE, style.ORANGE), strict=True):
         _curve(axes, scales, np.array(data[kind]), data["watched"], kind, color)
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("scale (tokens per side below)")
@@ -43,12 +43,12 @@ def draw(data: Data, path: Path) -> None:
         axes.set_ylim(0, None)
         axes.grid(axis="y", color="0.9")
         axes.set_axisbelow(True)
-        plain_axes(axes)
+        style.plain_axes(axes)
         axes.legend(fontsize=9, frameon=False, loc="best")
     panels[0].set_ylabel("mean entropy of a token, nats")
     over = "one prompt, so there is no band" if count == 1 else f"{count} prompts"
     figure.suptitle(f"Entropy per scale, {data['model']}: {over}", fontsize=12)
-    save(figure, path)
+    style.save(figure, path)
 
 
 def _side(h: int, w: int) -> str:
@@ -61,5 +61,5 @@ def _curve(axes: Any, scales: range, values: np.ndarray, watched: Data, kind: st
         low, high = np.quantile(values, (0.1, 0.9), axis=0)
         axes.fill_between(scales, low, high, color=color, alpha=0.35, lw=0, label="10 to 90 %")
         axes.plot(scales, values.mean(0), "o-", color=color, ms=4, label="mean of the prompts")
-    name = literal(quoted(watched["prompt"], 34))
-    axes.plot(scales, watched[kind], "s--", color=BLACK, ms=3.5, lw=1.2, label=name)
+    name = style.escape_dollars(style.quoted(watched["prompt"], 34))
+    axes.plot(scales, watched[kind], "s--", color=style.BLACK, ms=3.5, lw=1.2, label=name)

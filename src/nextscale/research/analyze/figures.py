@@ -14,9 +14,9 @@ from nextscale.research.analyze import (
     entropy_curve,
     entropy_maps,
     global_layers,
+    image_change,
     kept_maps,
     layer_maps,
-    picture_change,
     spectra,
 )
 from nextscale.research.analyze.data import Data
@@ -104,8 +104,8 @@ _ALL = (
         "Change of the picture per scale",
         "SparseVAR, Figure 2",
         "What the last scales change in the decoded picture: flat regions stay as they are.",
-        lambda s: picture_change.measure(s.watched),
-        picture_change.draw,
+        lambda s: image_change.measure(s.watched),
+        image_change.draw,
     ),
     Figure(
         "blocks",
@@ -121,7 +121,7 @@ FIGURES = {figure.name: figure for figure in _ALL}
 
 
 def get_figures(text: str | None) -> list[Figure]:
-    """Names separated by commas; all without any."""
+    """Look up names separated by commas; None = all figures."""
     names = list(FIGURES) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in FIGURES:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from nextscale.methods.toprovar import ToProVAR
-from nextscale.research.analyze.data import Data, small
-from nextscale.research.analyze.style import BLUE, MAPS, ORANGE, canvas, entitle, picture, plain_axes, rows_of, save
+from nextscale.research.analyze import style
+from nextscale.research.analyze.data import Data, to_half
 from nextscale.research.analyze.watch import Watched
 
-MOST, SHOWN = 6, 18  # maps side by side, and in all
-KEPT = 6  # singular values in the data
+MAX_COLUMNS, MAX_MAPS = 6, 18
+STORED_VALUES = 6  # singular values of a layer
 
 
 def measure(watched: Watched, method: ToProVAR) -> Data:
@@ -29,9 +29,9 @@ def measure(watched: Watched, method: ToProVAR) -> Data:
         "scale": watched.attention_scale,
         "center": method.center,
         "beta": method.beta,
-        "singular_values": values[:, :KEPT].round(5).tolist(),
+        "singular_values": values[:, :STORED_VALUES].round(5).tolist(),
         "ratios": (values[:, 0] / np.maximum(second, 1e-12)).round(5).tolist(),
-        "maps": small(maps),
+        "maps": to_half(maps),
     }
 
 
@@ -39,30 +39,31 @@ def draw(data: Data, path: Path) -> None:
     maps, ratios = data["maps"].astype(np.float32), data["ratios"]
     # Eq. 4: R = exp(-beta (ratio - 1)); a layer is nearer to "global" where R < 1/2.
     border = 1 + math.log(2) / data["beta"] if data["beta"] else math.inf
-    drawn = np.unique(np.linspace(0, len(maps) - 1, min(len(maps), SHOWN)).round().astype(int))
-    rows = rows_of(drawn, MOST)
+    drawn = np.unique(np.linspace(0, len(maps) - 1, min(len(maps), MAX_MAPS)).round().astype(int))
+    rows = style.split_rows(drawn, MAX_COLUMNS)
     h, w = maps.shape[1:]
     side = 9.0 / len(rows[0]) * h / w
     tall = len(rows) * (side + 0.45)
-    figure = canvas(0.6 + tall + 3.0)
+    figure = style.new_figure(0.6 + tall + 3.0)
     upper, lower = figure.subfigures(2, 1, height_ratios=(tall, 3.0))
-    grid = upper.subplots(len(rows), len(rows[0]), squeeze=False)
-    for axes in grid.flat:
-        axes.axis("off")
-    for line, group in zip(grid, rows, strict=True):
-        for axes, j in zip(line, group, strict=False):
-            kind = "global" if ratios[j] > border else "detail"
-            shown = picture(axes, maps[j], f"layer {j + 1}: {kind}\nratio {ratios[j]:.2f}", cmap=MAPS)
-            shown.set_clim(float(maps[j].min()), max(float(maps[j].max()), float(maps[j].min()) + 1e-6))
+
+    def show(axes: Any, j: int) -> None:
+        kind = "global" if ratios[j] > border else "detail"
+        low, high = float(maps[j].min()), max(float(maps[j].max()), float(maps[j].min()) + 1e-6)
+        style.show_image(
+            axes, maps[j], f"layer {j + 1}: {kind}\nratio {ratios[j]:.2f}", cmap=style.CMAP, vmin=low, vmax=high
+        )
+
+    style.show_grid(upper, rows, show)
     scale = f"scale {data['scale']} ({h}×{w})"
-    entitle(upper, f"Attention entropy of every layer at {scale}; dark = low, each map on its own scale", data)
+    style.set_title(upper, f"Attention entropy of every layer at {scale}; dark = low, each map on its own scale", data)
     _bars(lower.subplots(), ratios, border)
-    save(figure, path)
+    style.save(figure, path)
 
 
 def _bars(axes: Any, ratios: list[float], border: float) -> None:
     layers = range(1, len(ratios) + 1)
-    for color, label, wanted in ((BLUE, "global: kept", True), (ORANGE, "detail: thinned", False)):
+    for color, label, wanted in ((style.BLUE, "global: kept", True), (style.ORANGE, "detail: thinned", False)):
         some = [(j, r) for j, r in zip(layers, ratios, strict=True) if (r > border) == wanted]
         axes.bar([j for j, _ in some], [r for _, r in some], color=color, label=f"{label} ({len(some)})")
     if math.isfinite(border):
@@ -76,4 +77,4 @@ def _bars(axes: Any, ratios: list[float], border: float) -> None:
         ylim=(0, max(*ratios, border if math.isfinite(border) else 0) * 1.25),
     )
     axes.legend(fontsize=9, frameon=False, loc="upper right", ncols=2)
-    plain_axes(axes)
+    style.plain_axes(axes)

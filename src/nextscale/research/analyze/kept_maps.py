@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from nextscale.engine.request import Output
+from nextscale.engine.output import Output
+from nextscale.research.analyze import style
 from nextscale.research.analyze.computed import computed
-from nextscale.research.analyze.data import Data, small
-from nextscale.research.analyze.style import MAPS, canvas, entitle, literal, picture, save
+from nextscale.research.analyze.data import Data, to_half
 from nextscale.research.analyze.watch import thumbnail
 
-SCALES = 5  # the last ones, which have nearly all tokens
+LAST_SCALES = 5  # which have nearly all tokens
 
 
 def measure(outputs: Mapping[str, Output], prompt: str | int) -> Data:
@@ -30,28 +30,28 @@ def measure(outputs: Mapping[str, Output], prompt: str | int) -> Data:
         "pictures": [thumbnail(output.images[0]) for output in outputs.values()],
     }
     for i, output in enumerate(outputs.values()):
-        data[f"maps_{i}"] = [small(computed(output.trace, 0, s.index + 1)) for s in output.trace.schedule]
+        data[f"maps_{i}"] = [to_half(computed(output.trace, 0, s.index + 1)) for s in output.trace.schedule]
     return data
 
 
 def draw(data: Data, path: Path) -> None:
     names, grids = data["names"], data["grids"]
-    scales = range(max(len(grids) - SCALES, 0), len(grids))
+    scales = range(max(len(grids) - LAST_SCALES, 0), len(grids))
     h, w = grids[-1]
     side = 8.4 / (len(scales) + 1) * h / w
-    figure = canvas(0.8 + len(names) * (side + 0.32))
+    figure = style.new_figure(0.8 + len(names) * (side + 0.32))
     grid = figure.subplots(len(names), len(scales) + 1, squeeze=False)
-    shown = None
+    mappable = None
     for i, (line, name) in enumerate(zip(grid, names, strict=True)):
-        picture(line[0], data["pictures"][i], f"{100 * data['share'][i]:.0f} % of all tokens")
-        line[0].set_ylabel(literal(name), fontsize=10)
+        style.show_image(line[0], data["pictures"][i], f"{100 * data['share'][i]:.0f} % of all tokens")
+        line[0].set_ylabel(style.escape_dollars(name), fontsize=10)
         for axes, scale in zip(line[1:], scales, strict=True):
             map_ = data[f"maps_{i}"][scale].astype(np.float32)
             rows, cells = grids[scale]
             head = f"scale {scale + 1}, {rows}×{cells}\n" if i == 0 else ""
-            shown = picture(axes, map_, f"{head}{100 * map_.mean():.0f} %", vmin=0, vmax=1, cmap=MAPS)
-    bar = figure.colorbar(shown, ax=grid, location="right", aspect=40, pad=0.01, ticks=[0, 0.5, 1])
+            mappable = style.show_image(axes, map_, f"{head}{100 * map_.mean():.0f} %", vmin=0, vmax=1, cmap=style.CMAP)
+    bar = figure.colorbar(mappable, ax=grid, location="right", aspect=40, pad=0.01, ticks=[0, 0.5, 1])
     bar.ax.set_yticklabels(["none", "half", "all"], fontsize=9)
     bar.set_label("layers that computed a cell", fontsize=9)
-    entitle(figure, "What each method computed at the last scales", data)
-    save(figure, path)
+    style.set_title(figure, "What each method computed at the last scales", data)
+    style.save(figure, path)

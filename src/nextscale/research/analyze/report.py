@@ -54,7 +54,7 @@ FIGURE = """<section id="{name}">
 def write_report(
     path: Path, model: str, prompt: str | int, facts: Mapping[str, Any], figures: Mapping[Path, tuple[Figure, Path]]
 ) -> None:
-    """`figures` are pictures with what they show and the file of their data."""
+    """Write the page; `figures` maps each image to its figure and the file of its data."""
     rows = {"prompt": quoted(prompt, 400), **facts, "made by": f"nextscale {__version__}"}
     page = PAGE.format(
         title=escape(f"{model}: {quoted(prompt)}"),
@@ -67,9 +67,9 @@ def write_report(
                 paper=escape(f.paper),
                 caption=escape(f.caption),
                 data=escape(data.name),
-                image=base64.b64encode(picture.read_bytes()).decode(),
+                image=base64.b64encode(image_path.read_bytes()).decode(),
             )
-            for picture, (f, data) in figures.items()
+            for image_path, (f, data) in figures.items()
         ),
     )
     with atomic_write(path) as file:

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nextscale.engine.prompts import read_labels
-from nextscale.engine.request import Output
+from nextscale.engine.output import Output
 from nextscale.errors import NextscaleError
 from nextscale.methods import NOVA, FastVAR, Method, SparseVAR, ToProVAR, Truncate
 from nextscale.methods.base import read_stored
@@ -18,13 +17,13 @@ from nextscale.methods.compose import Compose
 from nextscale.methods.naming import parse_method
 from nextscale.methods.package_data import stored, stored_names
 from nextscale.pipeline import Pipeline
-from nextscale.research.analyze.band import Asked, Band, measure_band
+from nextscale.research.analyze.band import Band, CategorizedPrompt, measure_band
 from nextscale.research.analyze.runs import require_start
 from nextscale.research.analyze.style import quoted
 from nextscale.research.analyze.watch import Watched, watch
-from nextscale.text.words import WordEncoder
+from nextscale.research.prompt_checks import problem
 
-CHOOSING = (NOVA, ToProVAR, SparseVAR, FastVAR)
+SELECTING = (NOVA, ToProVAR, SparseVAR, FastVAR)
 
 
 @dataclasses.dataclass
@@ -32,7 +31,7 @@ class Study:
     pipe: Pipeline
     prompt: str | int
     seed: int = 0
-    asked: Sequence[Asked] = ()  # the prompts of the band; none: only `prompt`
+    prompts: Sequence[CategorizedPrompt] = ()  # the prompts of the band; none: only `prompt`
     methods: dict[str, Method | None] | None = None
     size: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -54,18 +53,9 @@ class Study:
         if nova:
             wanted["its settings"] = self.setting(NOVA)
         require_start(self.pipe, wanted, **self.size)
-        for prompt in (self.prompt, *(a.prompt for a in self.asked)):
-            self._check_prompt(prompt)
-
-    def _check_prompt(self, prompt: str | int) -> None:
-        encoder = self.pipe.text_encoder
-        try:
-            if isinstance(prompt, int):
-                read_labels(prompt, self.pipe.backbone.config.classes, 1)
-            elif isinstance(encoder, WordEncoder):
-                encoder.read(prompt)
-        except NextscaleError as error:
-            raise NextscaleError(f"{quoted(prompt)}: {error}") from None
+        for prompt in (self.prompt, *(p.prompt for p in self.prompts)):
+            if reason := problem(self.pipe, prompt):
+                raise NextscaleError(f"{quoted(prompt)}: {reason}")
 
     @cached_property
     def watched(self) -> Watched:
@@ -73,11 +63,11 @@ class Study:
 
     @cached_property
     def band(self) -> Band:
-        if self.asked:
-            return measure_band(self.pipe, self.asked, self.seed, **self.size)
-        seen = self.watched
-        conditional, guided = (np.array([[m.mean() for m in maps]]) for maps in (seen.conditional, seen.guided))
-        return Band(seen.model, [Asked(self.prompt)], self.seed, conditional, guided)
+        if self.prompts:
+            return measure_band(self.pipe, self.prompts, self.seed, **self.size)
+        run = self.watched
+        conditional, guided = (np.array([[m.mean() for m in maps]]) for maps in (run.conditional, run.guided))
+        return Band(run.model, [CategorizedPrompt(self.prompt)], self.seed, conditional, guided)
 
     @cached_property
     def outputs(self) -> dict[str, Output]:
@@ -90,9 +80,9 @@ class Study:
 
 
 def default_methods(pipe: Pipeline) -> dict[str, Method | None]:
-    """Those that choose tokens, with what is stored for this model or its family, and truncation."""
+    """List the methods that select tokens, with the preset of this model or its family, and truncation."""
     found: dict[str, Method | None] = {}
-    for cls in CHOOSING:
+    for cls in SELECTING:
         name = next(iter(_fitting(cls.name, pipe)), None)
         text = cls.name if name is None else f"{cls.name}:{name}"
         found[text] = parse_method(text)
@@ -100,7 +90,7 @@ def default_methods(pipe: Pipeline) -> dict[str, Method | None]:
 
 
 def _fitting(method: str, pipe: Pipeline) -> list[str]:
-    """Presets for this model, best first: named after it, measured on it, or of its family."""
+    """List the presets for this model, best first: named after it, measured on it, or of its family."""
     name, family = pipe.spec.name, pipe.spec.family
     measured = [n for n in stored_names(method) if read_stored(stored(method, n)).get("measured_on") == name]
     return [n for n in (name, *measured, family) if n in stored_names(method)]

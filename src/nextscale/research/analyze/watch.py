@@ -9,27 +9,28 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from nextscale.engine.callback import ScaleEnd
 from nextscale.engine.entropy import token_entropy
-from nextscale.engine.loop import ScaleEnd
 from nextscale.engine.schedule import Grid, Scale
 from nextscale.io.images import to_pil
-from nextscale.methods.base import Group, Method, Policy, PolicyContext, ScaleContext, ScalePlan
+from nextscale.methods.base import Method
+from nextscale.methods.policy import Group, Policy, PolicyContext, ScaleContext, ScalePlan
 from nextscale.methods.selection import Selection
 from nextscale.pipeline import Pipeline
 
-SIDE = 256  # pixels to which pictures are reduced: figures show them small
+SIDE = 256  # pixels to which images are reduced: figures show them small
 
 
 @dataclass
 class Watched:
-    """Lists have an entry per scale; maps are [h, w], maps of layers [depth, h, w]. Entropies are in nats."""
+    """What a run showed. Lists have an entry per scale; maps are [h, w], of layers [depth, h, w]; entropies in nats."""
 
     model: str
     prompt: str | int
     seed: int
     grids: list[Grid]
-    pictures: list[np.ndarray] = field(default_factory=list)  # so far, [H, W, 3] bytes
-    full: list[Image.Image] = field(default_factory=list)  # the same in full size
+    thumbnails: list[np.ndarray] = field(default_factory=list)  # so far, [H, W, 3] bytes
+    images: list[Image.Image] = field(default_factory=list)  # the same in full size
     conditional: list[np.ndarray] = field(default_factory=list)  # entropy of the raw conditional prediction
     guided: list[np.ndarray] = field(default_factory=list)  # after temperature and guidance
     logit_lens: list[np.ndarray] = field(
@@ -46,7 +47,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Watcher(Method):
-    """Looks at everything and changes nothing: every selection is None, the path of a plain run."""
+    """A method that records and changes nothing: every selection is None, the path of a plain run."""
 
     name = "watcher"
     summary = "Watches a plain run."
@@ -58,7 +59,7 @@ class Watcher(Method):
 
 
 class WatchingPolicy(Policy):
-    """Of a call with one image."""
+    """The watcher at work on a call with one image."""
 
     def __init__(self, context: PolicyContext, method: Watcher) -> None:
         super().__init__(context)
@@ -105,19 +106,19 @@ def thumbnail(image: Image.Image) -> np.ndarray:
 
 
 def watch(pipe: Pipeline, prompt: str | int, seed: int, attention_at: float = 6 / 13, **size: Any) -> Watched:
-    seen = Watched(pipe.spec.name, prompt, seed, list(pipe.schedule(**size).grids))
+    run = Watched(pipe.spec.name, prompt, seed, list(pipe.schedule(**size).grids))
 
     def after(end: ScaleEnd) -> None:
         (image,) = to_pil(end.decode())
-        seen.full.append(image)
-        seen.pictures.append(thumbnail(image))
+        run.images.append(image)
+        run.thumbnails.append(thumbnail(image))
 
     out = pipe(
         prompt, seed=seed, method=Watcher(attention_at), callback_on_scale_end=after, output_type="latent", **size
     )
     policy = out.trace.policy
     assert isinstance(policy, WatchingPolicy)
-    seen.conditional, seen.guided = policy.conditional, policy.guided
-    seen.logit_lens, seen.moved = ([np.stack(layers) for layers in each] for each in (policy.logit_lens, policy.moved))
-    seen.attention, seen.attention_scale = policy.attention, policy.attention_scale + 1
-    return seen
+    run.conditional, run.guided = policy.conditional, policy.guided
+    run.logit_lens, run.moved = ([np.stack(layers) for layers in each] for each in (policy.logit_lens, policy.moved))
+    run.attention, run.attention_scale = policy.attention, policy.attention_scale + 1
+    return run

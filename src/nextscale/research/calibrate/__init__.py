@@ -1,4 +1,4 @@
-"""Settings that a paper leaves to the model at hand, fitted to it."""
+"""Fit the settings that a paper leaves to the model at hand."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 from nextscale.errors import NextscaleError
 from nextscale.pipeline import Pipeline
-from nextscale.research.prompt_files import bad_prompts
+from nextscale.research.prompt_checks import bad_prompts
 
-FEWEST = 64  # prompts
+MIN_PROMPTS = 64  # prompts
 BATCH = 8
 
 
 def require_enough(prompts: Sequence[Any]) -> None:
-    if len(prompts) < FEWEST:
-        raise NextscaleError(f"calibration needs at least {FEWEST} prompts, not {len(prompts)}")
+    if len(prompts) < MIN_PROMPTS:
+        raise NextscaleError(f"calibration needs at least {MIN_PROMPTS} prompts, not {len(prompts)}")
 
 
 def batches(pipe: Pipeline, prompts: Sequence[Any], seed: int) -> Iterator[dict[str, Any]]:
-    """The arguments of the calls that make one picture of every prompt, each with its own seed."""
+    """The arguments of the calls that make one image of every prompt, each with its own seed."""
     require_enough(prompts)
     asked = [(prompt, f"prompt {i}") for i, prompt in enumerate(prompts, start=1) if isinstance(prompt, (str, int))]
     for bad in bad_prompts(pipe, asked):

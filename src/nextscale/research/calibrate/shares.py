@@ -14,7 +14,7 @@ from nextscale.research.calibrate import batches
 def measure_shares(
     pipe: Pipeline, prompts: Sequence[Any], method: Method, seed: int = 0, **options: Any
 ) -> dict[str, Any]:
-    """The mean share of tokens that `method` leaves out at every relative scale."""
+    """Measure the mean share of tokens that `method` prunes at every relative scale."""
     dropped: dict[int, list[float]] = {}
     calls = list(batches(pipe, prompts, seed))
     with bar(f"shares of {method.name}", len(calls), pipe.progress_bar) as advance:

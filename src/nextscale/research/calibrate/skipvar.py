@@ -1,4 +1,4 @@
-"""SkipVAR's decision: which shortcuts would have kept a picture, learned from its two features. Needs scikit-learn."""
+"""SkipVAR's decision: which shortcuts would have kept an image, learned from its two features. Needs scikit-learn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nextscale.engine.loop import ScaleEnd
+from nextscale.engine.callback import ScaleEnd
 from nextscale.errors import NextscaleError
 from nextscale.io.progress import bar
 from nextscale.methods.base import SCHEMA
@@ -17,13 +17,13 @@ from nextscale.pipeline import Pipeline
 from nextscale.research.calibrate import batches
 from nextscale.research.evaluate.ssim import ssim
 
-MOST = 3  # scales that may be left out, or run without guidance
+MAX_SKIPPED = 3  # scales that may be left out, or run without guidance
 
 
 def calibrate_skipvar(
     pipe: Pipeline, prompts: Sequence[Any], target: float = 0.88, seed: int = 0, at: float = 10 / 13, **options: Any
 ) -> dict[str, Any]:
-    """A decision file's content: shortcuts whose picture has an SSIM of at least `target` to the complete one."""
+    """Fit a decision file: shortcuts whose image has an SSIM of at least `target` to the complete one."""
     try:
         import sklearn  # noqa: F401
     except ImportError:
@@ -45,7 +45,7 @@ def calibrate_skipvar(
     stages = {"skip": _fit(features, skips)}
     if complete:  # the second stage is asked only where nothing can be left out
         stages["uncond"] = _fit([features[i] for i in complete], [unguided[i] for i in complete])
-    share = {f"left out {k}": skips.count(k) / len(skips) for k in range(MOST + 1)}
+    share = {f"left out {k}": skips.count(k) / len(skips) for k in range(MAX_SKIPPED + 1)}
     about = {"calibrated_on": pipe.spec.name, "prompts": len(prompts), "target_ssim": target, "at": at, "seen": share}
     return {"schema": SCHEMA, "name": "skipvar-decision", **about, **stages}
 
@@ -53,20 +53,20 @@ def calibrate_skipvar(
 def _outcomes(
     pipe: Pipeline, call: dict[str, Any], options: Any, target: float, at: float
 ) -> tuple[list[list[float]], list[int], list[int]]:
-    """Features of every picture of a call, and how many last scales it could do without, or without guidance."""
-    pictures: list[Tensor] = []
+    """Features of every image of a call, and how many last scales it could do without, or without guidance."""
+    images: list[Tensor] = []
 
     def keep(end: ScaleEnd) -> None:
-        pictures.append(end.decode())
+        images.append(end.decode())
 
     watcher = _Watcher(at=at)
     out = pipe(**call, **options, method=watcher, callback_on_scale_end=keep, output_type="latent")
     policy = out.trace.policy
     assert isinstance(policy, SkipVARPolicy)
-    scales, complete = len(pictures), pictures[-1]
+    scales, complete = len(images), images[-1]
     first = policy.decides + 1  # what was run before the decision cannot be saved any more
-    most = min(MOST, scales - first)
-    skip = _largest([ssim(pictures[scales - 1 - k], complete) for k in range(1, most + 1)], target, len(complete))
+    most = min(MAX_SKIPPED, scales - first)
+    skip = _largest([ssim(images[scales - 1 - k], complete) for k in range(1, most + 1)], target, len(complete))
     free = [0] * len(complete)
     if policy.context.sampling.guided_until:
         shortcuts = []
@@ -78,7 +78,7 @@ def _outcomes(
 
 
 def _largest(scores: list[Tensor], target: float, images: int) -> list[int]:
-    """Per image, the most that can be saved: the last k whose score, and all before it, reach the target."""
+    """Find, per image, the most that can be saved: the last k whose score, and all before it, reach the target."""
     best = [0] * images
     for k, score in enumerate(scores, start=1):
         for image, value in enumerate(score.tolist()):

@@ -17,25 +17,25 @@ from nextscale.pipeline import Pipeline
 from nextscale.research.calibrate import batches
 
 logger = logging.getLogger(__name__)
-STEPS = 8  # halvings of the interval in which a_max is sought
+BISECTIONS = 8  # halvings of the interval in which a_max is sought
 
 
 def calibrate_toprovar(
     pipe: Pipeline, prompts: Sequence[Any], target: float = 0.3, seed: int = 0, **options: Any
 ) -> dict[str, Any]:
-    """A preset; `target` is the share of tokens to compute. `options` are those of a call (guidance, size, ...)."""
+    """Fit a preset; `target` is the share of tokens to compute. `options` are those of a call (guidance, size, ...)."""
     if not 0 < target < 1:
         raise NextscaleError(f"target must lie in (0, 1), not {target!r}")
     calls = list(batches(pipe, prompts, seed))
-    with bar("calibrate toprovar", len(calls) * (1 + STEPS), pipe.progress_bar) as advance:
+    with bar("calibrate toprovar", len(calls) * (1 + BISECTIONS), pipe.progress_bar) as advance:
         lows, dominances = _entropies(pipe, calls, options, advance)
         tau = statistics.median(lows)
-        excess = statistics.median(dominances) - 1
-        if not excess > 0:
+        dominance_excess = statistics.median(dominances) - 1
+        if not dominance_excess > 0:
             raise NextscaleError("the attention maps of this model have no dominant direction: beta cannot be told")
-        method = ToProVAR(tau=tau, beta=math.log(2) / excess)
+        method = ToProVAR(tau=tau, beta=math.log(2) / dominance_excess)
         low, high, share = 0.0, 1.0, 1.0
-        for _ in range(STEPS):
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
             share = _share(pipe, calls, dataclasses.replace(method, a_max=middle), options, advance)
             low, high = (middle, high) if share > target else (low, middle)
@@ -68,10 +68,10 @@ def _entropies(
         out = pipe(**call, **options, method=ToProVAR(tau=1.0), output_type="latent")
         policy = out.trace.policy
         assert isinstance(policy, ToProVARPolicy)
-        place = round(0.6 * len(policy.context.schedule))
+        index = round(0.6 * len(policy.context.schedule))
         for image in range(policy.context.images):
-            policy.activation(image)  # reads what is pending
-            lows.append(policy.rho[image, place])
+            policy.explain(image)  # reads what is pending
+            lows.append(policy.rho[image, index])
             dominances += policy.dominance[image].tolist()
         advance(1)
     return lows, dominances

@@ -1,0 +1,1 @@
+"""Measure methods: quality, cost, and both at once over many settings."""

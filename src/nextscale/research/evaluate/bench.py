@@ -1,6 +1,6 @@
-"""Pictures of many prompts with several methods, graded and compared with the plain ones, cell by cell.
+"""Images of many prompts with several methods, graded and compared with the plain ones, cell by cell.
 
-A cell is one batch of pictures of one method. Its result is a file, written whole; a run that goes on skips the cells
+A cell is one batch of images of one method. Its result is a file, written whole; a run that goes on skips the cells
 that are there. All methods draw a batch with the same seeds, directly after the plain run that they are compared with.
 """
 
@@ -20,31 +20,34 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
+from nextscale.io.devices import synchronize
 from nextscale.io.progress import bar
 from nextscale.io.reading import parse_json, read_text
 from nextscale.io.writing import as_json, atomic_write
 from nextscale.methods import Method
 from nextscale.pipeline import Pipeline
+from nextscale.research.evaluate.features import features as network_features
+from nextscale.research.evaluate.features import perceptual
 from nextscale.research.evaluate.psnr import EQUAL, psnr
 from nextscale.research.evaluate.recognizer import load_recognizer
-from nextscale.research.evaluate.scenes import Ask, describe
+from nextscale.research.evaluate.scenes import ScenePrompt, describe
 from nextscale.research.evaluate.ssim import ssim
-from nextscale.research.prompt_files import BadPrompt
+from nextscale.research.prompt_checks import BadPrompt
 
-KEYS = {"passed", "found", "seconds", "tokens", "flops", "psnr", "ssim", "perceptual", "starts"}  # of a record
-FAR = 10**6  # the reference pictures have seeds of their own
+RECORD_KEYS = {"passed", "found", "seconds", "tokens", "flops", "psnr", "ssim", "perceptual", "starts"}  # of a record
+REFERENCE_SEED_OFFSET = 10**6  # the reference images have seeds of their own
 
 
 @dataclass(frozen=True)
 class Item:
-    ask: Ask
+    scene_prompt: ScenePrompt
     seed: int
 
 
 @dataclass(frozen=True)
-class Drawn:
+class GeneratedBatch:
     images: Tensor  # [B, 3, H, W] in [0, 1]
-    seconds: float  # per picture
+    seconds: float  # per image
     traced: list[dict[str, Any]]  # what the trace says of each
 
 
@@ -52,8 +55,8 @@ class Drawn:
 class Cell:
     """What one method made of one batch."""
 
-    records: list[dict[str, Any]]  # per picture
-    features: np.ndarray | None  # [pictures, 1280], for distances between sets
+    records: list[dict[str, Any]]  # per image
+    features: np.ndarray | None  # [images, 1280], for distances between sets
 
 
 @dataclass
@@ -62,8 +65,8 @@ class Bench:
     items: Sequence[Item]
     batch: int = 1
     folder: Path | None = None  # None: nothing is kept
-    perceive: bool = True  # features and perceptual distance, which need the extra `eval`
-    size: dict[str, Any] = field(default_factory=dict)  # of the pictures, as in a call
+    with_features: bool = True  # features and perceptual distance, which need the extra `eval`
+    size: dict[str, Any] = field(default_factory=dict)  # of the images, as in a call
     skipped: Sequence[BadPrompt] = ()  # prompts that this model cannot draw
 
     def __post_init__(self) -> None:
@@ -76,22 +79,26 @@ class Bench:
     def run(
         self, methods: dict[str, Method | None], reference: bool = False, show: bool | None = None
     ) -> dict[str, Cell]:
-        """Every method under its name; `reference` adds plain pictures of other seeds."""
+        """Run every method, under its name; `reference` adds plain images of other seeds."""
         cells: dict[str, list[Cell]] = {name: [] for name in (*methods, *["reference"] * reference)}
         with bar("pictures", len(self.items) * len(cells), show) as advance:
             for number, part in enumerate(self.batches()):
                 plain: Tensor | None = None
-                # The plain run first: it was timed, and the others are compared with its pictures.
+                # The plain run first: it was timed, and the others are compared with its images.
                 for name in sorted(cells, key=lambda n: n not in methods or methods[n] is not None):
-                    method, moved = methods.get(name), name not in methods
-                    path = self._path(number, method, moved)
+                    method, is_reference = methods.get(name), name not in methods
+                    path = self._path(number, method, is_reference)
                     cell = None if path is None or not path.exists() else _read(path)
                     if cell is None:
                         if method is not None and plain is None:
                             plain = self._draw(part, None).images
-                        items = [Item(i.ask, i.seed + FAR) for i in part] if moved else part
+                        items = (
+                            [Item(i.scene_prompt, i.seed + REFERENCE_SEED_OFFSET) for i in part]
+                            if is_reference
+                            else part
+                        )
                         drawn = self._draw(items, method)
-                        if method is None and not moved:
+                        if method is None and not is_reference:
                             plain = drawn.images
                         cell = self._judge(items, drawn, drawn.images if method is None or plain is None else plain)
                         if path is not None:
@@ -100,32 +107,32 @@ class Bench:
                     advance(len(part))
         return {name: _joined(found) for name, found in cells.items()}
 
-    def made(self, methods: dict[str, Method | None], reference: bool = False) -> int:
-        """Pictures, from the first on, of which all methods have their cells."""
+    def complete_items(self, methods: dict[str, Method | None], reference: bool = False) -> int:
+        """Count the items, from the first on, of which all methods have their cells."""
         wanted = [(m, False) for m in methods.values()] + [(None, True)] * reference
         done = 0
         for number, part in enumerate(self.batches()):
-            paths = [self._path(number, method, moved) for method, moved in wanted]
+            paths = [self._path(number, method, is_reference) for method, is_reference in wanted]
             if not all(p is not None and p.exists() for p in paths):
                 break
             done += len(part)
         return done
 
-    def _path(self, number: int, method: Method | None, moved: bool) -> Path | None:
-        return None if self.folder is None else self.folder / "cells" / f"{number:04}-{_key(method, moved)}.json"
+    def _path(self, number: int, method: Method | None, is_reference: bool) -> Path | None:
+        return None if self.folder is None else self.folder / "cells" / f"{number:04}-{_key(method, is_reference)}.json"
 
-    def _draw(self, items: Sequence[Item], method: Method | None) -> Drawn:
-        prompts, seeds = [i.ask.prompt for i in items], [i.seed for i in items]
+    def _draw(self, items: Sequence[Item], method: Method | None) -> GeneratedBatch:
+        prompts, seeds = [i.scene_prompt.prompt for i in items], [i.seed for i in items]
         self._warm(prompts[0], method)
-        self._wait()
+        synchronize(self.pipe.device)
         start = time.perf_counter()
         made = self.pipe(prompts, seed=seeds, method=method, output_type="pt", **self.size)
-        self._wait()
+        synchronize(self.pipe.device)
         seconds = (time.perf_counter() - start) / len(items)
-        return Drawn(made.images.float().clamp(0, 1), seconds, made.trace.to_dict()["images"])
+        return GeneratedBatch(made.images.float().clamp(0, 1), seconds, made.trace.to_dict()["images"])
 
     def _warm(self, prompt: str, method: Method | None) -> None:
-        """What the first call pays for all others is not timed. On a CPU that is little: three scales will do."""
+        """Pay what the first call pays for all others. On a CPU that is little: three scales will do."""
         cuda = self.pipe.device.type == "cuda"
         key = _key(method, False) if cuda else "any"
         if key in self.warm:
@@ -134,56 +141,50 @@ class Bench:
         stop = None if cuda else (lambda end: False if end.scale.index >= 2 else None)
         self.pipe(prompt, seed=0, method=method if cuda else None, callback_on_scale_end=stop, **self.size)
 
-    def _wait(self) -> None:
-        if self.pipe.device.type == "cuda":
-            torch.cuda.synchronize(self.pipe.device)
-
-    def _judge(self, items: Sequence[Item], drawn: Drawn, plain: Tensor) -> Cell:
+    def _judge(self, items: Sequence[Item], drawn: GeneratedBatch, plain: Tensor) -> Cell:
         images = drawn.images
         found = self.recognizer.detect(images * 2 - 1)
-        n, own = len(items), plain is images  # a picture compared with itself
-        noise = torch.full((n,), EQUAL) if own else psnr(images, plain, 1.0)
-        alike = torch.ones(n) if own else ssim(images, plain, 1.0)
-        apart, features = None, None
-        if self.perceive:
-            from nextscale.research.evaluate import features as network
-
-            apart = torch.zeros(n) if own else network.perceptual(images, plain)
-            features = network.features(images).half().cpu().numpy()
+        n, own = len(items), plain is images  # an image compared with itself
+        psnrs = torch.full((n,), EQUAL) if own else psnr(images, plain, 1.0)
+        ssims = torch.ones(n) if own else ssim(images, plain, 1.0)
+        distances, features = None, None
+        if self.with_features:
+            distances = torch.zeros(n) if own else perceptual(images, plain)
+            features = network_features(images).half().cpu().numpy()
         records = []
         for k, (item, seen, trace) in enumerate(zip(items, found, drawn.traced, strict=True)):
             records.append(
                 {
-                    "passed": item.ask.passes(seen),
-                    "found": describe(seen, item.ask),
+                    "passed": item.scene_prompt.passes(seen),
+                    "found": describe(seen, item.scene_prompt),
                     "seconds": drawn.seconds,
                     "tokens": trace["row_tokens_computed"] / trace["row_tokens_full"],
                     "flops": trace["flops"] / trace["flops_full"],
-                    "psnr": float(noise[k]),
-                    "ssim": float(alike[k]),
-                    "perceptual": None if apart is None else float(apart[k]),
+                    "psnr": float(psnrs[k]),
+                    "ssim": float(ssims[k]),
+                    "perceptual": None if distances is None else float(distances[k]),
                     "starts": trace["activation"]["scale"],
                 }
             )
         return Cell(records, features)
 
 
-def make_items(asks: Sequence[Ask], seeds: int) -> list[Item]:
-    """Every prompt with as many seeds; no two pictures share one. Tasks take turns, so that the first part of an
+def make_items(scene_prompts: Sequence[ScenePrompt], seeds: int) -> list[Item]:
+    """Pair every prompt with as many seeds; no two images share one. Tasks take turns, so that the first part of an
     evaluation is already a small one of all."""
-    places: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     turn = []
-    for ask in asks:
-        turn.append(places[ask.task])
-        places[ask.task] += 1
-    order = sorted(range(len(asks)), key=lambda i: turn[i])
-    return [Item(asks[i], 1000 * r + i) for r in range(seeds) for i in order]
+    for scene_prompt in scene_prompts:
+        turn.append(counts[scene_prompt.task])
+        counts[scene_prompt.task] += 1
+    order = sorted(range(len(scene_prompts)), key=lambda i: turn[i])
+    return [Item(scene_prompts[i], 1000 * r + i) for r in range(seeds) for i in order]
 
 
-def _key(method: Method | None, moved: bool) -> str:
-    """A method is known by its settings, whatever name it was given."""
+def _key(method: Method | None, is_reference: bool) -> str:
+    """Name a method by its settings, whatever name it was given."""
     if method is None:
-        return "reference" if moved else "none"
+        return "reference" if is_reference else "none"
     text = json.dumps(method.to_dict(), sort_keys=True)
     return f"{method.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -195,7 +196,7 @@ def _joined(cells: list[Cell]) -> Cell:
 
 
 def _write(path: Path, cell: Cell) -> None:
-    """The records last: where they are, the cell is complete."""
+    """Write the records last: where they are, the cell is complete."""
     if cell.features is not None:
         with atomic_write(path.with_suffix(".npy")) as file:
             np.save(file, cell.features)
@@ -207,7 +208,7 @@ def _read(path: Path) -> Cell:
     try:
         records = parse_json(read_text(path))
         known = path.with_suffix(".npy")
-        if not isinstance(records, list) or not all(isinstance(r, dict) and set(r) == KEYS for r in records):
+        if not isinstance(records, list) or not all(isinstance(r, dict) and set(r) == RECORD_KEYS for r in records):
             raise ValueError("it does not hold what was measured")
         return Cell(records, np.load(known) if known.exists() else None)
     except (OSError, ValueError, EOFError) as error:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nextscale.io.writing import atomic_write
+from nextscale.research.analyze.style import plain_axes, require_matplotlib
 from nextscale.research.evaluate.report import Row
-from nextscale.research.evaluate.statistics import Estimate, pareto
+from nextscale.research.evaluate.statistics import ConfidenceInterval, pareto
 
 # Okabe and Ito's colors, which most color-blind people can tell apart; marks help the others.
 COLORS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B2A400")
-MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LABELS = {
     "scenes": "scenes score",
     "psnr": "PSNR to the plain picture, dB",
@@ -24,17 +25,9 @@ LABELS = {
 
 
 def draw_curves(
-    rows: Sequence[Row],
-    curves: dict[str, tuple[str, ...]],
-    path: Path,
-    cost: str,
-    qualities: Sequence[str],
-    title: str,
+    rows: Sequence[Row], curves: dict[str, tuple[str, ...]], path: Path, cost: str, qualities: Sequence[str], title: str
 ) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = require_matplotlib()
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
     by_name = {row.name: row for row in rows}
@@ -47,24 +40,24 @@ def draw_curves(
                 (x, e.value, e.low, e.high)
                 for name in names
                 if isinstance(x := by_name[name].values[cost], float)
-                and isinstance(e := by_name[name].values[quality], Estimate)
+                and isinstance(e := by_name[name].values[quality], ConfidenceInterval)
             )
             if not points:
                 continue
             at, y, low, high = zip(*points, strict=True)
-            color, mark = COLORS[n % len(COLORS)], MARKS[n % len(MARKS)]
+            color, mark = COLORS[n % len(COLORS)], MARKERS[n % len(MARKERS)]
             again = n >= len(COLORS)  # the second round has dashes and open marks
-            look = {"ls": "--" if again else "-", "mfc": "white" if again else color}
+            style = {"ls": "--" if again else "-", "mfc": "white" if again else color}
             axes.fill_between(at, low, high, color=color, alpha=0.12, lw=0)
-            axes.plot(at, y, marker=mark, color=color, ms=5, lw=1.3, label=curve, **look)
+            axes.plot(at, y, marker=mark, color=color, ms=5, lw=1.3, label=curve, **style)
         axes.set(xlabel=LABELS[cost], ylabel=LABELS[quality], xscale="log")
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_formatter(NullFormatter())
         ticks = [t for t in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if _inside(t, axes.get_xlim())]
         axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
-        axes.spines[["top", "right"]].set_visible(False)
+        plain_axes(axes)
         axes.grid(alpha=0.25, lw=0.6)
-        if quality == "perceptual":  # a ruined picture is a hundred times as far as a good one
+        if quality == "perceptual":  # a ruined image is a hundred times as far as a good one
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(ScalarFormatter())
             axes.yaxis.set_minor_formatter(NullFormatter())
@@ -82,11 +75,11 @@ def _inside(value: float, limits: tuple[float, float]) -> bool:
 
 
 def best(rows: Sequence[Row], cost: str, quality: str) -> list[str]:
-    """The Pareto set."""
+    """Name the Pareto set."""
     sign = -1 if quality == "perceptual" else 1
     points = {}
     for row in rows:
         x, e = row.values[cost], row.values[quality]
-        if isinstance(x, float) and isinstance(e, Estimate):
+        if isinstance(x, float) and isinstance(e, ConfidenceInterval):
             points[row.name] = (x, sign * e.value)
     return pareto(points)

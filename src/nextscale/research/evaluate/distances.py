@@ -1,4 +1,4 @@
-"""How far two sets of pictures are apart, from their features: Fréchet distance (FID) and kernel distance (KID)."""
+"""How far two sets of images are apart, from their features: Fréchet distance (FID) and kernel distance (KID)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ROWS = 2048  # of a kernel matrix at once
 
 
 def frechet_distance(a: Tensor, b: Tensor) -> float:
-    """Between Gaussians with the means and (unbiased) covariances of features [N, D] and [M, D].
+    """Fréchet distance of Gaussians with the means and (unbiased) covariances of features [N, D] and [M, D].
 
-    |mean_a - mean_b|² + tr(A) + tr(B) - 2 tr((A B)^½) (Heusel et al., 2017). It is biased: with few pictures it is
-    too large, and much too large with fewer pictures than features. Compare only equal numbers of pictures.
+    |mean_a - mean_b|² + tr(A) + tr(B) - 2 tr((A B)^½) (Heusel et al., 2017). It is biased: with few images it is
+    too large, and much too large with fewer images than features. Compare only equal numbers of images.
     """
     a, b = _checked(a, b)
     spread_a, spread_b = _spread(a), _spread(b)
@@ -30,7 +30,7 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
 def kernel_distance(a: Tensor, b: Tensor) -> float:
     """KID (Bińkowski et al., 2018) of features [N, D] and [M, D]: squared MMD with the kernel (x·y / D + 1)³.
 
-    Unbiased at every number of pictures, hence also negative at times; over all pairs, so that nothing is drawn.
+    Unbiased at every number of images, hence also negative at times; over all pairs, so that nothing is drawn.
     """
     a, b = _checked(a, b)
     n, m = len(a), len(b)
@@ -43,7 +43,7 @@ def _spread(x: Tensor) -> Tensor:
 
 
 def _kernels(a: Tensor, b: Tensor | None = None) -> float:
-    """Sum of the kernel over all pairs; within one set, over all pairs of different pictures."""
+    """Sum of the kernel over all pairs; within one set, over all pairs of different images."""
     others = a if b is None else b
     total = sum(float((rows @ others.T / a.shape[1] + 1).pow(3).sum()) for rows in a.split(ROWS))
     return total if b is not None else total - float((a.square().sum(1) / a.shape[1] + 1).pow(3).sum())

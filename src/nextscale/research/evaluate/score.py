@@ -1,4 +1,4 @@
-"""Score a folder of pictures."""
+"""Score a folder of images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from nextscale.errors import NextscaleError
 from nextscale.io.devices import as_device
 from nextscale.io.progress import bar
 from nextscale.research.evaluate.distances import frechet_distance
-from nextscale.research.evaluate.score_files import Folder, open_folder, read_prompts, require_pairs
+from nextscale.research.evaluate.score_files import ImageFolder, open_folder, read_prompts, require_pairs
 from nextscale.research.evaluate.score_metrics import Metric, load, require
 from nextscale.research.evaluate.statistics import Resampling
+from nextscale.version import installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +29,20 @@ class Score:
     metric: Metric
     value: float  # the mean, or the distance of two sets
     interval: tuple[float, float] | None  # of the mean, 95 %
-    values: dict[str, float]  # by picture; a distance of two sets has none
-    pictures: int
+    values: dict[str, float]  # by image; a distance of two sets has none
+    images: int
     references: int | None
 
     def to_dict(self) -> dict[str, Any]:
         package = self.metric.package
+        release = package and (installed_version(package.name) or "of unknown version")
         return {
             "value": self.value,
             "interval_95": self.interval,
             "higher_is_better": self.metric.higher,
             "summary": self.metric.summary,
-            "package": "nextscale" if package is None else f"{package.name} {_version(package.name)}",
-            "pictures": self.pictures,
+            "package": "nextscale" if package is None else f"{package.name} {release}",
+            "pictures": self.images,
             "references": self.references,
             "values": self.values,
         }
@@ -51,13 +52,13 @@ class Score:
 class _Input:
     """What a metric is computed from, and how."""
 
-    pictures: Folder
-    others: Folder | None
+    images: ImageFolder
+    target: ImageFolder | None
     prompts: dict[str, str]
     device: torch.device
     show: bool | None
 
-    def batches(self, metric: Metric, folder: Folder) -> Iterator[tuple[list[str], Tensor]]:
+    def batches(self, metric: Metric, folder: ImageFolder) -> Iterator[tuple[list[str], Tensor]]:
         with bar(f"{metric.name} of {folder.root.name}", len(folder.sizes), self.show) as advance, torch.no_grad():
             for names in folder.batches():
                 yield names, folder.read(names, self.device)
@@ -78,21 +79,21 @@ def score(
         if metric.needs == "prompts" and prompts is None:
             raise NextscaleError(f"{metric.name} needs the prompts of the pictures: name their file with --prompts")
         require(metric)
-    where, pictures = as_device(device), open_folder(Path(folder))
-    others = None if reference is None else open_folder(Path(reference))
-    if others is not None and any(m.needs == "pairs" for m in metrics):
-        require_pairs(pictures, others)
-    texts = {} if prompts is None else read_prompts(Path(prompts), pictures)
-    given = _Input(pictures, others, texts, where, progress_bar)
+    where, images = as_device(device), open_folder(Path(folder))
+    target = None if reference is None else open_folder(Path(reference))
+    if target is not None and any(m.needs == "pairs" for m in metrics):
+        require_pairs(images, target)
+    texts = {} if prompts is None else read_prompts(Path(prompts), images)
+    inputs = _Input(images, target, texts, where, progress_bar)
     described: dict[Any, tuple[Tensor, Tensor]] = {}  # two distances of the same features need them once
     scores: dict[str, Score] = {}
     # What may have to be downloaded comes first: if that fails, nothing was computed in vain.
     for metric in sorted(metrics, key=lambda m: m.package is None):
         if metric.distance is None:
-            scores[metric.name] = _mean(metric, given)
+            scores[metric.name] = _mean(metric, inputs)
             continue
         if metric.load not in described:
-            described[metric.load] = _describe(metric, given)
+            described[metric.load] = _describe(metric, inputs)
         one, other = described[metric.load]
         if metric.distance is frechet_distance and min(len(one), len(other)) <= one.shape[1]:
             logger.warning(
@@ -105,39 +106,32 @@ def score(
 
 
 def interval(values: Tensor, seed: int = 0) -> tuple[float, float]:
-    """Of the mean, by bootstrap over pictures."""
+    """Of the mean, by bootstrap over images."""
     found = Resampling([str(i) for i in range(len(values))], [""] * len(values), seed).mean(values.numpy())
     return found.low, found.high
 
 
-def _mean(metric: Metric, given: _Input) -> Score:
-    """A metric that every picture has for itself."""
-    run, values = load(metric, given.device), dict[str, float]()
-    others = given.others if metric.needs == "pairs" else None
-    for names, images in given.batches(metric, given.pictures):
-        partners = [given.prompts[n] for n in names] if others is None else others.read(names, given.device)
+def _mean(metric: Metric, inputs: _Input) -> Score:
+    """A metric that every image has for itself."""
+    run, values = load(metric, inputs.device), dict[str, float]()
+    target = inputs.target if metric.needs == "pairs" else None
+    for names, images in inputs.batches(metric, inputs.images):
+        partners = [inputs.prompts[n] for n in names] if target is None else target.read(names, inputs.device)
         values.update(zip(names, run(images, partners).tolist(), strict=True))
     strange = next((name for name, value in values.items() if not math.isfinite(value)), None)
     if strange is not None:
         raise NextscaleError(f"{metric.name} of {strange} is {values[strange]}: of that there is no mean")
     every = torch.tensor(list(values.values()), dtype=torch.float64)
-    references = None if others is None else len(others.sizes)
+    references = None if target is None else len(target.sizes)
     return Score(metric, float(every.mean()), interval(every), values, len(values), references)
 
 
-def _describe(metric: Metric, given: _Input) -> tuple[Tensor, Tensor]:
-    """Features of the pictures and of those that they are compared with."""
-    run = load(metric, given.device)
-    assert given.others is not None
+def _describe(metric: Metric, inputs: _Input) -> tuple[Tensor, Tensor]:
+    """Features of the images and of those that they are compared with."""
+    run = load(metric, inputs.device)
+    assert inputs.target is not None
     one, other = (
-        torch.cat([run(images) for _, images in given.batches(metric, folder)])
-        for folder in (given.pictures, given.others)
+        torch.cat([run(images) for _, images in inputs.batches(metric, folder)])
+        for folder in (inputs.images, inputs.target)
     )
     return one, other
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "of unknown version"

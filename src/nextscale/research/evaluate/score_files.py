@@ -1,4 +1,4 @@
-"""The pictures of a folder, and their prompts."""
+"""The images of a folder, and their prompts."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from nextscale.errors import NextscaleError
 from nextscale.io.reading import read_json, read_lines
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
-PIXELS = 2**21  # in one batch: two pictures of 1024 x 1024
+PIXELS = 2**21  # in one batch: two images of 1024 x 1024
 
 
 @dataclass(frozen=True)
-class Folder:
+class ImageFolder:
     root: Path
     sizes: dict[str, tuple[int, int]]  # path below root -> (width, height), in order
 
     def read(self, names: Sequence[str], device: torch.device) -> Tensor:
-        """Pictures of one size -> bytes [B, 3, H, W]."""
+        """Images of one size -> bytes [B, 3, H, W]."""
         arrays = []
         for name in names:
             try:
-                with Image.open(self.root / name) as picture:
-                    arrays.append(np.asarray(picture.convert("RGB")))
+                with Image.open(self.root / name) as image:
+                    arrays.append(np.asarray(image.convert("RGB")))
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # as PIL finds a damage
                 raise _unreadable(self.root / name, error) from None
         return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).to(device)
@@ -47,8 +47,8 @@ class Folder:
             yield batch
 
 
-def open_folder(path: Path) -> Folder:
-    """All pictures below a folder. Of what `nextscale export` wrote, its folder of pictures."""
+def open_folder(path: Path) -> ImageFolder:
+    """All images below a folder. Of what `nextscale export` wrote, its folder of images."""
     if not path.is_dir():
         raise NextscaleError(f"{path} is not a folder of pictures")
     root = path / "images" if any(path.glob("manifest*.json")) and (path / "images").is_dir() else path
@@ -57,11 +57,11 @@ def open_folder(path: Path) -> Folder:
     names = sorted((p.as_posix() for p in below if not any(part[0] == "." for part in p.parts)), key=_in_order)
     if not names:
         raise NextscaleError(f"{root} holds no pictures ({', '.join(SUFFIXES)})")
-    return Folder(root, {name: _size(root / name) for name in names})
+    return ImageFolder(root, {name: _size(root / name) for name in names})
 
 
-def require_pairs(folder: Folder, reference: Folder) -> None:
-    """Every picture has its counterpart, of one name and one size."""
+def require_pairs(folder: ImageFolder, reference: ImageFolder) -> None:
+    """Every image has its counterpart, of one name and one size."""
     for has, lacks in ((folder, reference), (reference, folder)):
         missing = next((name for name in has.sizes if name not in lacks.sizes), None)
         if missing is not None:
@@ -72,8 +72,8 @@ def require_pairs(folder: Folder, reference: Folder) -> None:
             raise NextscaleError(f"{name} is {width} x {height} in {folder.root}, but {wide} x {high} in its reference")
 
 
-def read_prompts(path: Path, folder: Folder) -> dict[str, str]:
-    """A JSON object {picture: prompt}, or a text file with one prompt per line, in the order of the pictures."""
+def read_prompts(path: Path, folder: ImageFolder) -> dict[str, str]:
+    """A JSON object {image: prompt}, or a text file with one prompt per line, in the order of the images."""
     if path.suffix.lower() != ".json":
         lines = [prompt for _, prompt in read_lines(path)]
         if len(lines) != len(folder.sizes):
@@ -91,14 +91,14 @@ def read_prompts(path: Path, folder: Folder) -> dict[str, str]:
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """9.png before 10.png: who numbers pictures and writes their prompts line by line means the numbers."""
+    """9.png before 10.png: who numbers images and writes their prompts line by line means the numbers."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)] + [(-2, name)]
 
 
 def _size(path: Path) -> tuple[int, int]:
     try:
-        with Image.open(path) as picture:
-            return picture.size
+        with Image.open(path) as image:
+            return image.size
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise _unreadable(path, error) from None
 

@@ -33,7 +33,7 @@ IMSCORE = Package("imscore", "imscore", "reward")
 class Metric:
     name: str
     summary: str
-    needs: Literal["pairs", "sets", "prompts"]  # pairs: the same names in --reference; sets: any pictures there
+    needs: Literal["pairs", "sets", "prompts"]  # pairs: the same names in --reference; sets: any images there
     higher: bool  # is better
     load: Callable[[torch.device], Callable[..., Tensor]]
     package: Package | None = None

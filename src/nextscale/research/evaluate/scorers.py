@@ -1,6 +1,6 @@
 """The scorers that come from packages of their own. Each function loads a network and gives back what it does.
 
-Pictures are bytes [B, 3, H, W] here, as they are in the files; every network has its own idea of what to make of them.
+Images are bytes [B, 3, H, W] here, as they are in the files; every network has its own idea of what to make of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from nextscale.research.evaluate.features import features, network, perceptual
 from nextscale.research.evaluate.psnr import psnr
 from nextscale.research.evaluate.ssim import ssim
 
-Pairs = Callable[[Tensor, Tensor], Tensor]  # two batches of pictures -> [B]
-Prompted = Callable[[Tensor, Sequence[str]], Tensor]  # pictures and their prompts -> [B]
-Described = Callable[[Tensor], Tensor]  # pictures -> features [B, D]
+Pairs = Callable[[Tensor, Tensor], Tensor]  # two batches of images -> [B]
+Prompted = Callable[[Tensor, Sequence[str]], Tensor]  # images and their prompts -> [B]
+Described = Callable[[Tensor], Tensor]  # images -> features [B, D]
 
 CLIP = ("ViT-L-14-quickgelu", "openai")
 IMAGE_REWARD = "RE-N-Y/ImageReward"  # on the hub, in imscore's format
@@ -38,7 +38,7 @@ def load_ssim(device: torch.device) -> Pairs:
 
 
 def load_perceptual(device: torch.device) -> Pairs:
-    network(device)  # complain about weights that are not there before any picture is read
+    network(device)  # complain about weights that are not there before any image is read
     return lambda a, b: perceptual(unit(a), unit(b))
 
 
@@ -53,7 +53,7 @@ def load_lpips(device: torch.device) -> Pairs:
     metric = LearnedPerceptualImagePatchSimilarity(net_type="alex", normalize=True).to(device)
 
     def score(a: Tensor, b: Tensor) -> Tensor:
-        # It averages over a batch, and every picture is wanted.
+        # It averages over a batch, and every image is wanted.
         each = [metric(x, y) for x, y in zip(unit(a).split(1), unit(b).split(1), strict=True)]
         metric.reset()
         return torch.stack(each)
@@ -77,8 +77,8 @@ def load_clip(device: torch.device) -> Prompted:
     model.eval()
 
     def score(images: Tensor, prompts: Sequence[str]) -> Tensor:
-        pictures = [Image.fromarray(x.permute(1, 2, 0).cpu().numpy()) for x in images]
-        seen = model.encode_image(torch.stack([prepare(p) for p in pictures]).to(device), normalize=True)
+        pil_images = [Image.fromarray(x.permute(1, 2, 0).cpu().numpy()) for x in images]
+        seen = model.encode_image(torch.stack([prepare(p) for p in pil_images]).to(device), normalize=True)
         read = model.encode_text(tokenize(list(prompts)).to(device), normalize=True)
         return 100 * (seen * read).sum(-1).clamp_min(0)
 

@@ -16,13 +16,13 @@ from nextscale.io.writing import UNFINISHED, as_json, atomic_write, remove_unfin
 from nextscale.methods import Method
 from nextscale.research.evaluate.bench import Bench
 from nextscale.research.evaluate.recognizer import read_about
-from nextscale.research.evaluate.report import Report, Row, as_csv
+from nextscale.research.evaluate.report import EvaluationReport, Row, as_csv
 from nextscale.research.export.manifest import first_difference, model_settings, run_facts
 from nextscale.research.export.weights import weights_sha256
-from nextscale.research.prompt_files import skipped
+from nextscale.research.prompt_checks import skipped
 
 SETTINGS, RESULTS, TABLE = "settings.json", "results.json", "table.csv"
-FORMAT = 1
+FORMAT_VERSION = 1
 UNRELIABLE = 0.97  # a task whose verdicts are right less often is marked
 
 
@@ -31,17 +31,17 @@ def settings_of(bench: Bench) -> dict[str, Any]:
     pipe = bench.pipe
     schedule = pipe.schedule(**bench.size)
     size = tuple(n * pipe.tokenizer.stride for n in schedule.last)
-    made = model_settings(pipe, weights_sha256(pipe), None, pipe.sampling(len(schedule)), (size[0], size[1]))
+    made = model_settings(pipe, weights_sha256(pipe), None, pipe.model.sampling(len(schedule)), (size[0], size[1]))
     del made["method"]
-    asked = json.dumps([(i.ask.to_dict(), i.seed) for i in bench.items])
+    asked = json.dumps([(i.scene_prompt.to_dict(), i.seed) for i in bench.items])
     return {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         **made,
         "pictures": len(bench.items),
         "prompts_sha256": hashlib.sha256(asked.encode()).hexdigest(),
         "batch": bench.batch,
         "device": pipe.device.type,
-        "features": bench.perceive,
+        "features": bench.with_features,
     }
 
 
@@ -84,13 +84,13 @@ def at_work(folder: Path) -> Iterator[None]:
         yield
 
 
-def save(bench: Bench, methods: dict[str, Method | None], report: Report, rows: Sequence[Row]) -> None:
+def save(bench: Bench, methods: dict[str, Method | None], report: EvaluationReport, rows: Sequence[Row]) -> None:
     folder = bench.folder
     if folder is None:
         return
-    pictures = {
+    graded = {
         name: [
-            {"task": i.ask.task, "prompt": i.ask.prompt, "seed": i.seed, **record}
+            {"task": i.scene_prompt.task, "prompt": i.scene_prompt.prompt, "seed": i.seed, **record}
             for i, record in zip(bench.items, cell.records, strict=True)
         ]
         for name, cell in report.cells.items()
@@ -102,7 +102,7 @@ def save(bench: Bench, methods: dict[str, Method | None], report: Report, rows: 
         "methods": {name: None if m is None else m.to_dict() for name, m in methods.items()},
         "rows": [row.flat() for row in rows],
         "skipped": skipped(bench.skipped),
-        "pictures": pictures,
+        "pictures": graded,
     }
     with atomic_write(folder / RESULTS) as file:
         file.write(as_json(content, indent=None))

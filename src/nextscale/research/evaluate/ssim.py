@@ -1,4 +1,4 @@
-"""Structural similarity of two pictures (Wang et al., 2004): 11 x 11 Gaussian window, sigma 1.5."""
+"""Structural similarity of two images (Wang et al., 2004): 11 x 11 Gaussian window, sigma 1.5."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 def ssim(a: Tensor, b: Tensor, span: float = 2.0) -> Tensor:
-    """Per picture, [B, 3, H, W] -> [B]; `span` is the distance of black and white, 2 for [-1, 1]."""
+    """Per image, [B, 3, H, W] -> [B]; `span` is the distance of black and white, 2 for [-1, 1]."""
     side = min(11, *a.shape[-2:])
-    place = torch.arange(side, dtype=torch.float64, device=a.device) - (side - 1) / 2
-    line = torch.exp(-place.square() / (2 * 1.5**2))
-    window = torch.outer(line, line)
+    x = torch.arange(side, dtype=torch.float64, device=a.device) - (side - 1) / 2
+    gauss = torch.exp(-x.square() / (2 * 1.5**2))
+    window = torch.outer(gauss, gauss)
     window = (window / window.sum()).expand(a.shape[1], 1, side, side)
 
     def blur(x: Tensor) -> Tensor:

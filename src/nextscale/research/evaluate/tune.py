@@ -1,6 +1,6 @@
 """The fastest setting of a method whose measured loss stays within a budget, found by search (optuna).
 
-The search is seeded and pictures are kept in the folder, so a search that was stopped goes on where it was.
+The search is seeded and images are kept in the folder, so a search that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from nextscale.methods import Method, get_method
 from nextscale.methods.base import SCHEMA
 from nextscale.methods.naming import PLAIN
 from nextscale.research.evaluate.bench import Bench
-from nextscale.research.evaluate.report import Report
-from nextscale.research.evaluate.statistics import Estimate
-from nextscale.research.prompt_files import skipped
+from nextscale.research.evaluate.report import EvaluationReport
+from nextscale.research.evaluate.statistics import ConfidenceInterval
+from nextscale.research.prompt_checks import skipped
 
 SPACES = Path(__file__).parent / "spaces.json"
 LOSSES = {  # what can be lost, and how it is read off a row
@@ -25,7 +25,7 @@ LOSSES = {  # what can be lost, and how it is read off a row
     "ssim": "1 - SSIM to the plain pictures",
     "perceptual": "perceptual distance to the plain pictures",
 }
-BEYOND = 1000.0  # the objective of a setting that loses too much: worse than any cost
+PENALTY = 1000.0  # the objective of a setting that loses too much: worse than any cost
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def tune(
     except ImportError:
         raise NextscaleError("tune needs optuna: pip install 'nextscale[tune]'") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    if "perceptual" in budget and not bench.perceive:
+    if "perceptual" in budget and not bench.with_features:
         raise NextscaleError("the perceptual distance needs the extra eval: pip install 'nextscale[eval]'")
     cls, done = get_method(name), list[Trial]()
 
@@ -127,7 +127,7 @@ def tune(
         found = same or measure(bench, method, cost, show)
         done.append(found)
         excess = found.excess(budget)
-        return found.cost if not excess else BEYOND * (1 + excess)
+        return found.cost if not excess else PENALTY * (1 + excess)
 
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=min(10, trials)))
     study.optimize(objective, n_trials=trials)
@@ -140,9 +140,9 @@ def tune(
 
 
 def measure(bench: Bench, method: Method, cost: str, show: bool | None) -> Trial:
-    report = Report(bench.items, bench.run({PLAIN: None, "tried": method}, show=show), cost)
+    report = EvaluationReport(bench.items, bench.run({PLAIN: None, "tried": method}, show=show), cost)
     row = report.row("tried", {})
-    values = {k: v.value for k, v in row.values.items() if isinstance(v, Estimate)}
+    values = {k: v.value for k, v in row.values.items() if isinstance(v, ConfidenceInterval)}
     losses = {"scenes": -values["scenes change"], "ssim": 1 - values["ssim"]}
     if "perceptual" in values:
         losses["perceptual"] = values["perceptual"]

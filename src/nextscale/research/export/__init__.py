@@ -1,0 +1,1 @@
+"""Write the images of a benchmark as its official scorer reads them."""

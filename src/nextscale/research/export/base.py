@@ -14,10 +14,10 @@ from nextscale.research.export.reading import require_unique, sources
 
 
 @dataclass(frozen=True)
-class Entry:
+class PromptEntry:
     """One prompt of the file."""
 
-    name: str  # of its file or folder among the pictures, without ending
+    name: str  # of its file or folder among the images, without ending
     prompt: str | int  # a number is a class label
     number: int  # counted as the benchmark counts
     where: str  # it stands: file and line
@@ -25,14 +25,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageFile:
     """One file to make."""
 
     path: str  # inside the folder that the scorer reads
     prompt: str | int
-    seeds: tuple[int, ...]  # of one picture, or of the four tiles of a grid
-    place: int  # of the prompt in the file; shards share these out
-    beside: tuple[str, str] | None = None  # path and content of a text file that belongs to it
+    seeds: tuple[int, ...]  # of one image, or of the four tiles of a grid
+    prompt_index: int  # of the prompt in the file; shards share these out
+    sidecar: tuple[str, str] | None = None  # path and content of a text file that belongs to it
 
 
 class Layout(ABC):
@@ -52,7 +52,7 @@ class Layout(ABC):
         with self._explained(path):
             return sources(path, self.pattern)
 
-    def read(self, files: list[Path], path: Path | None) -> list[Entry]:
+    def read(self, files: list[Path], path: Path | None) -> list[PromptEntry]:
         with self._explained(path):
             entries = self.parse(files)
             require_unique([e.name for e in entries])
@@ -76,11 +76,11 @@ class Layout(ABC):
             ) from None
 
     @abstractmethod
-    def parse(self, files: list[Path]) -> list[Entry]:
+    def parse(self, files: list[Path]) -> list[PromptEntry]:
         """A `ValueError` says what is wrong."""
 
     @abstractmethod
-    def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]: ...
+    def image_files(self, entries: list[PromptEntry], images: int, seed: int) -> list[ImageFile]: ...
 
     @abstractmethod
     def commands(self, images: Path, side: int, count: int, prompts: str) -> list[str]:
@@ -92,4 +92,4 @@ class Layout(ABC):
             raise NextscaleError(f"{self.title} takes {allowed} pictures per prompt, not {images}")
 
     def check_size(self, height: int, width: int) -> None:  # noqa: B027 (most scorers take any)
-        """Complain of pictures that the scorer would cut wrongly."""
+        """Complain of images that the scorer would cut wrongly."""

@@ -17,21 +17,21 @@ from PIL import Image
 from nextscale.errors import NextscaleError, choices
 from nextscale.io.locking import LOCK, locked, require_unlocked
 from nextscale.io.writing import atomic_write, require_folder
-from nextscale.research.export.base import Picture
+from nextscale.research.export.base import ImageFile
 from nextscale.research.export.manifest import require_agreement
-from nextscale.research.export.work import Shard, Work
+from nextscale.research.export.plan import ExportPlan, Shard
 
 # JPEG at 95 without halved colors: what the score sees of the compression is then far below its noise.
 FORMATS: dict[str, dict[str, Any]] = {
     ".png": {"format": "PNG"},
     ".jpg": {"format": "JPEG", "quality": 95, "subsampling": 0},
 }
-ENDS = {".png": b"IEND\xaeB`\x82", ".jpg": b"\xff\xd9"}
+END_MARKERS = {".png": b"IEND\xaeB`\x82", ".jpg": b"\xff\xd9"}
 SCRATCH = ".scratch"
 
 
 @dataclass(frozen=True)
-class Folder:
+class ExportFolder:
     root: Path
     shard: Shard
 
@@ -44,7 +44,7 @@ class Folder:
         """Each shard has its own, so that several machines may write into one folder."""
         return self.root / f"manifest{self.shard.suffix}.json"
 
-    def check(self, work: Work, settings: dict[str, Any], resume: bool) -> None:
+    def check(self, plan: ExportPlan, settings: dict[str, Any], resume: bool) -> None:
         """Refuse what would be lost, mixed or miscounted. Other shards of the same export may be there already."""
         require_folder(self.root)
         require_folder(self.images)
@@ -59,10 +59,10 @@ class Folder:
             raise NextscaleError(f"{self.root} is not empty and is no export: it holds {held[0]}; choose another --out")
         for name in manifests:
             require_agreement(self.root / name, settings)
-        mine = self.shard.of(work.pictures)
+        mine = self.shard.of(plan.image_files)
         if not resume and (self.manifest.name in manifests or any(self.has(p) for p in mine)):
             raise NextscaleError(f"{self.root} holds pictures of this export already; --resume makes the missing ones")
-        foreign = self.foreign(work)
+        foreign = self.foreign(plan)
         if foreign:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
             raise NextscaleError(
@@ -70,19 +70,19 @@ class Folder:
                 f"{choices(foreign[:3])}{more}; move it away"
             )
 
-    def foreign(self, work: Work) -> list[str]:
-        folders = {str(parent) for path in work.known for parent in PurePosixPath(path).parents}
+    def foreign(self, plan: ExportPlan) -> list[str]:
+        folders = {str(parent) for path in plan.known_paths for parent in PurePosixPath(path).parents}
         found = []
         for at, inner, files in os.walk(self.images):
             here = PurePosixPath(Path(at).relative_to(self.images).as_posix())
-            found += [str(here / name) for name in files if str(here / name) not in work.known]
+            found += [str(here / name) for name in files if str(here / name) not in plan.known_paths]
             found += [f"{here / name}/" for name in inner if str(here / name) not in folders]
         return sorted(found)
 
-    def has(self, picture: Picture) -> bool:
+    def has(self, image_file: ImageFile) -> bool:
         """Whether the file is there to its last byte; a copy from another disk may have been cut off."""
-        path = self.images / picture.path
-        end = ENDS[path.suffix]
+        path = self.images / image_file.path
+        end = END_MARKERS[path.suffix]
         try:
             with path.open("rb") as file:
                 file.seek(-len(end), os.SEEK_END)
@@ -92,7 +92,7 @@ class Folder:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Unfinished files lie here and not among the pictures: a killed process cannot clean up after itself.
+        """Make a folder for unfinished files beside the images, as a killed process cannot clean up after itself.
 
         What such a process left here goes when its shard is run again, or the whole.
         """
@@ -111,29 +111,29 @@ class Folder:
             shutil.rmtree(path, ignore_errors=True)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody else may make the same pictures here at the same time; other shards may."""
+        """Lock out other exports of the same images; other shards may work here."""
         require_folder(self.root)
         return locked(self.root, self.shard.suffix)
 
     def require_unlocked(self) -> None:
         require_unlocked(self.root, self.shard.suffix)
 
-    def save(self, picture: Picture, tiles: Sequence[Image.Image], scratch: Path) -> None:
-        path = self.images / picture.path
+    def save(self, image_file: ImageFile, tiles: Sequence[Image.Image], scratch: Path) -> None:
+        path = self.images / image_file.path
         data = io.BytesIO()  # PIL writing to a full disk by itself does not say why it failed
         grid(tiles).save(data, **FORMATS[path.suffix])
         with atomic_write(path, scratch) as file:
             file.write(data.getvalue())
 
-    def save_beside(self, picture: Picture, scratch: Path) -> None:
-        if picture.beside is None or (self.images / picture.beside[0]).exists():
+    def save_sidecar(self, image_file: ImageFile, scratch: Path) -> None:
+        if image_file.sidecar is None or (self.images / image_file.sidecar[0]).exists():
             return
-        with atomic_write(self.images / picture.beside[0], scratch) as file:
-            file.write(f"{picture.beside[1]}\n".encode())
+        with atomic_write(self.images / image_file.sidecar[0], scratch) as file:
+            file.write(f"{image_file.sidecar[1]}\n".encode())
 
 
 def grid(tiles: Sequence[Image.Image]) -> Image.Image:
-    """Four pictures as 2 x 2, row by row; one as it is."""
+    """Four images as 2 x 2, row by row; one as it is."""
     if len(tiles) == 1:
         return tiles[0]
     width, height = tiles[0].size

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from nextscale.errors import NextscaleError, choices
-from nextscale.research.export.base import Entry, Layout, Picture
+from nextscale.research.export.base import ImageFile, Layout, PromptEntry
 from nextscale.research.export.reading import content, field, file_name, load, load_line, one_line, prompt, text
 
 
@@ -18,7 +18,7 @@ class GenEval(Layout):
     name, title, images = "geneval", "GenEval", 4
     expects = "evaluation_metadata.jsonl with one JSON object per line that has 'tag', 'include' and 'prompt'"
 
-    def parse(self, files: list[Path]) -> list[Entry]:
+    def parse(self, files: list[Path]) -> list[PromptEntry]:
         entries = []
         for i, line in enumerate(content(files[0]).rstrip("\n").split("\n")):
             where = f"line {i + 1}"
@@ -26,12 +26,14 @@ class GenEval(Layout):
             field(record, "tag", where)
             if not isinstance(record.get("include"), list):
                 raise ValueError(f"{where} has no list 'include'")
-            entries.append(Entry(f"{i:05}", prompt(record, "prompt", where), i, f"{files[0].name}, {where}", line))
+            entries.append(
+                PromptEntry(f"{i:05}", prompt(record, "prompt", where), i, f"{files[0].name}, {where}", line)
+            )
         return entries
 
-    def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
+    def image_files(self, entries: list[PromptEntry], images: int, seed: int) -> list[ImageFile]:
         return [
-            Picture(f"{e.name}/samples/{k:04}.png", e.prompt, (seed + k,), i, (f"{e.name}/metadata.jsonl", e.record))
+            ImageFile(f"{e.name}/samples/{k:04}.png", e.prompt, (seed + k,), i, (f"{e.name}/metadata.jsonl", e.record))
             for i, e in enumerate(entries)
             for k in range(images)
         ]
@@ -54,16 +56,16 @@ class DPG(Layout):
             raise NextscaleError(f"{path} is no prompt file of {self.title}: expected {self.expects}")
         return found
 
-    def parse(self, files: list[Path]) -> list[Entry]:
+    def parse(self, files: list[Path]) -> list[PromptEntry]:
         found = self._rows(files[0]) if files[0].suffix == ".csv" else {f.stem: (one_line(f), f.name) for f in files}
         entries = []
         for i, name in enumerate(sorted(found)):
             asked, where = found[name]
-            entries.append(Entry(file_name(name, "a prompt"), asked, i, where))
+            entries.append(PromptEntry(file_name(name, "a prompt"), asked, i, where))
         return entries
 
     def _rows(self, file: Path) -> dict[str, tuple[str, str]]:
-        """Every id's text, and where it stands. Each question about a picture has a row, with the same text."""
+        """Every id's text, and where it stands. Each question about an image has a row, with the same text."""
         found: dict[str, tuple[str, str]] = {}
         rows = csv.DictReader(io.StringIO(content(file), newline=""))
         try:
@@ -77,9 +79,9 @@ class DPG(Layout):
             raise ValueError(f"line {rows.line_num}: {error}") from None
         return found
 
-    def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
+    def image_files(self, entries: list[PromptEntry], images: int, seed: int) -> list[ImageFile]:
         seeds = tuple(seed + k for k in range(images))
-        return [Picture(f"{e.name}.png", e.prompt, seeds, i) for i, e in enumerate(entries)]
+        return [ImageFile(f"{e.name}.png", e.prompt, seeds, i) for i, e in enumerate(entries)]
 
     def check_size(self, height: int, width: int) -> None:
         if height != width:
@@ -94,18 +96,18 @@ class MJHQ(Layout):
     expects = "meta_data.json, {image id: {'category', 'prompt'}}"
     seed_rule = "the picture of the i-th prompt (from 0) has seed + i"
 
-    def parse(self, files: list[Path]) -> list[Entry]:
+    def parse(self, files: list[Path]) -> list[PromptEntry]:
         records = load(files[0])
         if not isinstance(records, dict):
             raise ValueError("it is not one JSON object")
         entries = []
         for i, (key, record) in enumerate(records.items()):
             name = f"{file_name(field(record, 'category', key), key)}/{file_name(key, 'a prompt')}"
-            entries.append(Entry(name, prompt(record, "prompt", key), i, f"{files[0].name}, {key}"))
+            entries.append(PromptEntry(name, prompt(record, "prompt", key), i, f"{files[0].name}, {key}"))
         return entries
 
-    def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
-        return [Picture(f"{e.name}.png", e.prompt, (seed + e.number,), i) for i, e in enumerate(entries)]
+    def image_files(self, entries: list[PromptEntry], images: int, seed: int) -> list[ImageFile]:
+        return [ImageFile(f"{e.name}.png", e.prompt, (seed + e.number,), i) for i, e in enumerate(entries)]
 
     def commands(self, images: Path, side: int, count: int, prompts: str) -> list[str]:
         score = f"from cleanfid import fid; print(fid.compute_fid('<folder mjhq30k_imgs>', {str(images)!r}))"
@@ -116,17 +118,21 @@ class ImageReward(Layout):
     name, title, images = "imagereward", "ImageReward", 10
     expects = "benchmark-prompts.json, a list of {'id', 'prompt'}"
 
-    def parse(self, files: list[Path]) -> list[Entry]:
+    def parse(self, files: list[Path]) -> list[PromptEntry]:
         records = load(files[0])
         if not isinstance(records, list):
             raise ValueError("it is not a JSON list")
         named = [(file_name(field(r, "id", f"entry {i + 1}"), f"entry {i + 1}"), r) for i, r in enumerate(records)]
         where = f"{files[0].name}, entry"
-        return [Entry(name, prompt(r, "prompt", name), i, f"{where} {i + 1}") for i, (name, r) in enumerate(named)]
-
-    def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
         return [
-            Picture(f"{e.name}_{k}.png", e.prompt, (seed + k,), i) for i, e in enumerate(entries) for k in range(images)
+            PromptEntry(name, prompt(r, "prompt", name), i, f"{where} {i + 1}") for i, (name, r) in enumerate(named)
+        ]
+
+    def image_files(self, entries: list[PromptEntry], images: int, seed: int) -> list[ImageFile]:
+        return [
+            ImageFile(f"{e.name}_{k}.png", e.prompt, (seed + k,), i)
+            for i, e in enumerate(entries)
+            for k in range(images)
         ]
 
     def commands(self, images: Path, side: int, count: int, prompts: str) -> list[str]:
@@ -151,7 +157,7 @@ class HPSv2(Layout):
             )
         return found
 
-    def parse(self, files: list[Path]) -> list[Entry]:
+    def parse(self, files: list[Path]) -> list[PromptEntry]:
         entries = []
         for file in files:
             prompts = load(file)
@@ -159,11 +165,11 @@ class HPSv2(Layout):
                 raise ValueError(f"{file.name} is not a JSON list")
             for i, p in enumerate(prompts):
                 where = f"{file.name}, entry {i + 1}"
-                entries.append(Entry(f"{file.stem}/{i:05}", text(p, where), i, where))
+                entries.append(PromptEntry(f"{file.stem}/{i:05}", text(p, where), i, where))
         return entries
 
-    def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
-        return [Picture(f"{e.name}.jpg", e.prompt, (seed + e.number,), i) for i, e in enumerate(entries)]
+    def image_files(self, entries: list[PromptEntry], images: int, seed: int) -> list[ImageFile]:
+        return [ImageFile(f"{e.name}.jpg", e.prompt, (seed + e.number,), i) for i, e in enumerate(entries)]
 
     def commands(self, images: Path, side: int, count: int, prompts: str) -> list[str]:
         score = f"import hpsv2; hpsv2.evaluate({str(images)!r}, hps_version='v2.1')"
@@ -178,23 +184,25 @@ class ImageNet(Layout):
     def find(self, path: Path | None) -> list[Path]:
         return [] if path is None else super().find(path)
 
-    def parse(self, files: list[Path]) -> list[Entry]:
+    def parse(self, files: list[Path]) -> list[PromptEntry]:
         if not files:
-            return [Entry(str(label), label, label, f"class {label}") for label in range(1000)]
+            return [PromptEntry(str(label), label, label, f"class {label}") for label in range(1000)]
         lines = enumerate(content(files[0]).splitlines(), start=1)
         words = [(word, f"{files[0].name}, line {i}") for i, line in lines for word in line.split()]
         # What is no number keeps its text, and is found with all else that cannot be drawn.
         labels = [(int(word) if re.fullmatch("0*[0-9]{1,9}", word) else word, where) for word, where in words]
-        return [Entry(str(label), label, label if isinstance(label, int) else -1, where) for label, where in labels]
+        return [
+            PromptEntry(str(label), label, label if isinstance(label, int) else -1, where) for label, where in labels
+        ]
 
     def problem(self, prompt: str | int) -> str | None:
         known = isinstance(prompt, int) and prompt <= 999
         return None if known else f"{str(prompt)[:40]!r} is no class number from 0 to 999"
 
-    def pictures(self, entries: list[Entry], images: int, seed: int) -> list[Picture]:
+    def image_files(self, entries: list[PromptEntry], images: int, seed: int) -> list[ImageFile]:
         """A round of all classes after the other: the Inception Score is taken of 5000 files in a row."""
         numbered = [(1000 * k + e.number, e.prompt) for k in range(images) for e in entries]
-        return [Picture(f"{n:05}.png", label, (seed + n,), i) for i, (n, label) in enumerate(numbered)]
+        return [ImageFile(f"{n:05}.png", label, (seed + n,), i) for i, (n, label) in enumerate(numbered)]
 
     def commands(self, images: Path, side: int, count: int, prompts: str) -> list[str]:
         pack = f"from utils.misc import create_npz_from_sample_folder as pack; pack({str(images)!r})"

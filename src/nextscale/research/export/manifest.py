@@ -1,11 +1,10 @@
-"""manifest.json: what made the pictures. `settings` must agree when an export goes on; `runs` says who did it where."""
+"""manifest.json: what made the images. `settings` must agree when an export goes on; `runs` says who did it where."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,25 @@ import torch
 
 from nextscale.engine.sampling import Sampling
 from nextscale.errors import NextscaleError
-from nextscale.io.devices import name_of
+from nextscale.io.devices import dtype_name
 from nextscale.io.reading import read_json
 from nextscale.methods import Method
 from nextscale.pipeline import Pipeline
-from nextscale.version import __version__
+from nextscale.version import __version__, installed_version
 
-FORMAT = 1
+FORMAT_VERSION = 1
 
 
 def model_settings(
     pipe: Pipeline, sums: list[str], method: Method | None, sampling: Sampling, size: tuple[int, int]
 ) -> dict[str, Any]:
-    """What decides how the pictures look, as JSON gives it back."""
+    """Collect what decides how the images look, as JSON gives it back."""
     values = dataclasses.asdict(sampling)
     del values["progress"]  # follows from the schedule
     encoder = pipe.text_encoder
     settings = {
         "model": pipe.spec.name,
-        "dtype": name_of(pipe.dtype),
+        "dtype": dtype_name(pipe.dtype),
         "weights_sha256": sums,
         "text_encoder": None if encoder is None else getattr(encoder, "source", type(encoder).__name__),
         "method": {"name": "none", "fields": {}} if method is None else method.to_dict(),
@@ -43,26 +42,19 @@ def model_settings(
 
 
 def run_facts(pipe: Pipeline, batch: int) -> dict[str, Any]:
-    """Versions and hardware."""
+    """Collect versions and hardware."""
     return {
         "nextscale": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **{name: _version(name) for name in ("numpy", "pillow", "transformers")},
+        **{name: installed_version(name) for name in ("numpy", "pillow", "transformers")},
         "system": platform.platform(),
         "device": str(pipe.device),
         "hardware": _processor() if pipe.device.type != "cuda" else torch.cuda.get_device_name(pipe.device),
         "threads": torch.get_num_threads(),
         "batch": batch,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:
@@ -76,9 +68,9 @@ def _processor() -> str:
 def read_manifest(path: Path) -> dict[str, Any]:
     content = read_json(path, "the manifest of an export")
     try:
-        if content["nextscale_export"] != FORMAT:
+        if content["nextscale_export"] != FORMAT_VERSION:
             raise NextscaleError(
-                f"{path} has the format {content['nextscale_export']!r}; this nextscale writes {FORMAT}"
+                f"{path} has the format {content['nextscale_export']!r}; this nextscale writes {FORMAT_VERSION}"
             )
         if isinstance(content["settings"], dict) and isinstance(content["runs"], list):
             return content
@@ -88,7 +80,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def require_agreement(path: Path, settings: dict[str, Any]) -> None:
-    """Nobody may mix pictures of two settings in one folder."""
+    """Refuse to mix images of two settings in one folder."""
     stored = read_manifest(path)["settings"]
     difference = first_difference({key: stored.get(key) for key in settings}, settings)
     if difference:

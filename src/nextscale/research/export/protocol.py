@@ -18,6 +18,6 @@ PROTOCOLS: dict[tuple[str, str], dict[str, Any]] = {  # (benchmark, family or mo
 
 
 def sampling_for(benchmark: str, spec: ModelSpec, given: dict[str, Any]) -> dict[str, Any]:
-    """The values given, then those of the protocol; what neither names is the model's own default."""
+    """Merge the values given with those of the protocol; what neither names is the model's own default."""
     stated = PROTOCOLS.get((benchmark, spec.family)) or PROTOCOLS.get((benchmark, spec.name)) or {}
     return {**stated, **{name: value for name, value in given.items() if value is not None}}

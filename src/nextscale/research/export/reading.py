@@ -11,7 +11,7 @@ from typing import Any
 from nextscale.errors import NextscaleError, choices
 from nextscale.io.reading import parse_json, read_text
 
-LONGEST = 200  # bytes of an id; a file's name may have 255, with what is added to it
+MAX_ID_BYTES = 200  # bytes of an id; a file's name may have 255, with what is added to it
 
 
 def load(file: Path) -> Any:
@@ -36,7 +36,7 @@ def load_line(text: str, where: str) -> Any:
 
 
 def field(record: Any, key: str, where: str) -> str:
-    """A text that is not empty."""
+    """Read a text that is not empty."""
     value = prompt(record, key, where)
     if not value.strip():
         raise ValueError(f"{where} has no {key!r} of text")
@@ -44,7 +44,7 @@ def field(record: Any, key: str, where: str) -> str:
 
 
 def prompt(record: Any, key: str, where: str) -> str:
-    """A text; whether it can be drawn is asked later, of all at once."""
+    """Read a text; whether it can be drawn is checked later, for all at once."""
     value = record.get(key) if isinstance(record, dict) else None
     if not isinstance(value, str):
         raise ValueError(f"{where} has no {key!r} of text")
@@ -65,14 +65,14 @@ def one_line(file: Path) -> str:
 
 
 def file_name(name: Any, where: str) -> str:
-    """An id that becomes the name of a file: it must not lead elsewhere, nor hold a dot, where scorers cut."""
-    if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name) or len(name.encode()) > LONGEST:
+    """Check an id that becomes the name of a file: it must not lead elsewhere, nor hold a dot, where scorers cut."""
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name) or len(name.encode()) > MAX_ID_BYTES:
         raise ValueError(f"{where} has the id {name!r:.60}, which cannot name a picture")
     return name
 
 
 def sources(path: Path, pattern: str) -> list[Path]:
-    """The file itself, or those of a folder, in the order of their names."""
+    """List the file itself, or those of a folder, in the order of their names."""
     if path.is_dir() and not pattern:
         raise ValueError("it is a folder")
     try:
@@ -89,7 +89,7 @@ def sources(path: Path, pattern: str) -> list[Path]:
 
 
 def digest(files: list[Path]) -> str:
-    """What `sha256sum FILE` says of one file, and `sha256sum * | sha256sum` of several."""
+    """Hash as `sha256sum FILE` does one file, and `sha256sum * | sha256sum` several."""
     sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     if len(sums) == 1:
         return next(iter(sums.values()))

@@ -1,4 +1,4 @@
-"""Which weights made the pictures: their SHA-256."""
+"""Which weights made the images: their SHA-256."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK = 2**24
 
 
 def weights_sha256(pipe: Pipeline, show: bool | None = None) -> list[str]:
-    """One per file, as the hub lists them too; of weights that were never in files, one of all parameters."""
+    """Hash each file, as the hub does, or all parameters of weights that were never in files."""
     if not pipe.weight_files:
         return [_of_parameters(pipe)]
     try:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError, choices
 from nextscale.research.verify import hart, infinity, var
-from nextscale.research.verify.base import Case, Check, Recorded, read_json, tensors_of
+from nextscale.research.verify.base import Case, Check, Recording, read_json, tensors_of
 
 FAMILIES: dict[str, Any] = {"VAR": var, "Infinity": infinity, "HART": hart}
 
 
 @dataclass(frozen=True)
-class Report:
+class Verification:
     checks: list[Check]
     not_compared: list[str]  # recorded tensors that nothing was compared with
     pictures: dict[str, list[Tensor]]  # per run, the decoded images [B, 3, H, W] after each scale
@@ -31,7 +31,7 @@ class Report:
 
 def verify(
     folder: str | Path, mutate: str | None = None, keep_pictures: bool = False, device: torch.device | str = "cpu"
-) -> Report:
+) -> Verification:
     """Play every run of a recorded case. `mutate` names a parameter of the transformer ("" = any) to change first."""
     folder = Path(folder)
     config = read_json(folder / "config.json")
@@ -47,7 +47,7 @@ def verify(
         extra = tensors_of(folder / infinity.ROUNDED)
         tensors.update({f"{infinity.ROUNDED}/{name}": t for name, t in extra.items()})
     try:
-        case: Case = family.open_case(folder, config, Recorded(tensors), torch.device(device))
+        case: Case = family.open_case(folder, config, Recording(tensors), torch.device(device))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError) as error:
         if isinstance(error, NextscaleError):
             raise
@@ -58,7 +58,7 @@ def verify(
     mutated = None if mutate is None else change_one_weight(case.backbone or case.tokenizer, mutate)
     with torch.backends.cudnn.flags(allow_tf32=False):  # on a GPU, convolutions would round to 10 bits
         family.play(case, keep_pictures)
-    return Report(list(case.recorded.checks.values()), case.recorded.unused, case.pictures, mutated)
+    return Verification(list(case.recorded.checks.values()), case.recorded.unused, case.pictures, mutated)
 
 
 def change_one_weight(model: torch.nn.Module, name: str = "") -> str:

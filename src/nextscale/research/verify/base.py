@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 
 from nextscale.checkpoints.files import open_states
-from nextscale.engine.loop import ScaleEnd, generate
+from nextscale.engine.callback import ScaleEnd
+from nextscale.engine.loop import generate
+from nextscale.engine.model import Model
+from nextscale.engine.request import Request
 from nextscale.engine.rng import NoiseSource
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule
-from nextscale.engine.trace import Costs, Trace, TracedImage
+from nextscale.engine.trace import TracedImage
 from nextscale.errors import NextscaleError, choices
 from nextscale.io import reading
-from nextscale.methods.base import Policy, PolicyContext
+from nextscale.methods.policy import PlainPolicy
+from nextscale.models.registry import Defaults, ModelSpec
+from nextscale.runtime.eager import Eager
 
 TOLERANCE = 1e-3
 # Smoothed sampling divides by a temperature down to 0.0135, which turns rounding noise of the logits into
@@ -57,7 +62,7 @@ class Check:
 
 
 @dataclass
-class Recorded:
+class Recording:
     """The tensors of a case and which of them have been compared."""
 
     tensors: Mapping[str, Tensor]
@@ -65,21 +70,16 @@ class Recorded:
     checks: dict[str, Check] = field(default_factory=dict)
 
     def get(self, name: str) -> Tensor:
-        """An input."""
+        """Take a tensor as an input."""
         if name not in self.tensors:
             raise NextscaleError(f"the case lacks the recorded tensor {name!r}")
         self.used.add(name)
         return self.tensors[name]
 
     def compare(
-        self,
-        name: str,
-        ours: Tensor,
-        tolerance: float = TOLERANCE,
-        rows: bool = False,
-        required: bool = False,
+        self, name: str, ours: Tensor, tolerance: float = TOLERANCE, rows: bool = False, required: bool = False
     ) -> None:
-        """Against the tensor of that name, if it was recorded; `rows`: over the rows that both have."""
+        """Compare with the tensor of that name, if it was recorded; `rows`: over the rows that both have."""
         theirs = self.get(name) if required else self.tensors.get(name)
         if theirs is None:
             return
@@ -106,7 +106,7 @@ class RecordedRun:
     condition: Any
     images: int
     sampling: Sampling
-    draws: NoiseSource
+    noise: NoiseSource
     tokens_name: str  # "tokens" or "bits"
     finish: Callable[[Tensor], dict[str, tuple[Tensor, float]]]  # decoder output -> what was recorded of it
     tolerance: float = TOLERANCE
@@ -119,11 +119,11 @@ class Case:
     tokenizer: Any
     schedule: Schedule
     runs: list[RecordedRun]
-    recorded: Recorded
+    recorded: Recording
     pictures: dict[str, list[Tensor]] = field(default_factory=dict)  # per run, after each scale [B, 3, H, W]
 
     def play(self, run: RecordedRun, keep_pictures: bool = False) -> list[Tensor]:
-        """Run it, comparing scale by scale. Returns the maps after each scale."""
+        """Run it, comparing scale by scale; return the maps after each scale."""
         maps: list[Tensor] = []
 
         def compare(end: ScaleEnd) -> Tensor | None:
@@ -142,20 +142,12 @@ class Case:
             theirs = self.recorded.tensors.get(f"{run.name}.f_hat.{end.scale.index}")
             return theirs.to(end.features.device) if run.sampling.smooth and theirs is not None else None
 
-        context = PolicyContext(run.images, self.schedule, run.sampling, self.backbone.depth, self.backbone.parts)
+        spec = ModelSpec("recorded", "", self.backbone.config, self.tokenizer.config, Defaults(0.0), "", "", ())
+        model = Model(self.backbone, self.tokenizer, spec)
         who = [TracedImage(None)] * run.images
-        generate(
-            self.backbone,
-            self.tokenizer,
-            run.condition,
-            self.schedule,
-            run.sampling,
-            run.draws,
-            Policy(context),
-            run.images,
-            Trace(Costs.of(self.backbone), self.schedule, who, run.sampling.guided_until, {}),
-            on_scale_end=compare,
-        )
+        request = Request(run.images, self.schedule, run.sampling, run.noise, who, run.condition, callback=compare)
+        policy = PlainPolicy(model.policy_context(run.images, self.schedule, run.sampling))
+        generate(request, model, policy, Eager())
         for name, (ours, allowed) in run.finish(self.tokenizer.decode(maps[-1])).items():
             self.recorded.compare(f"{run.name}.{name}", ours, tolerance=allowed)
         return maps
@@ -196,7 +188,7 @@ class Arguments:
         return self.values.pop(name, *default)
 
     def only(self, name: str, value: Any) -> None:
-        """An argument that exists in the official code, and of which we have one value."""
+        """Require the one supported value of an argument of the official code."""
         found = self.values.pop(name, value)
         if found != value:
             raise NextscaleError(f"{self.where} has {name} = {found!r}, but only {value!r} is supported")

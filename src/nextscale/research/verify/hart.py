@@ -18,8 +18,8 @@ from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule
 from nextscale.errors import NextscaleError
 from nextscale.models.hart import HART, HARTConfig
-from nextscale.models.infinity import TextCondition
-from nextscale.research.verify.base import TOLERANCE, Arguments, Case, Recorded, RecordedRun, section, tensors_of
+from nextscale.models.text_conditioning import TextCondition
+from nextscale.research.verify.base import TOLERANCE, Arguments, Case, RecordedRun, Recording, section, tensors_of
 from nextscale.tokenizers.vq import VQConfig
 
 SMOOTHED = 2e-2  # low temperatures amplify rounding; the reference allows this much for weights it did not choose
@@ -77,7 +77,7 @@ def _backbone_config(values: dict[str, Any], tokenizer: VQConfig) -> HARTConfig:
 class RecordedDraws:
     """Every random number as it was recorded."""
 
-    def __init__(self, recorded: Recorded, run: str) -> None:
+    def __init__(self, recorded: Recording, run: str) -> None:
         self.recorded, self.run = recorded, run
 
     def categorical(self, probs: Tensor, scale: int, images: Sequence[int]) -> Tensor:
@@ -93,7 +93,7 @@ class RecordedDraws:
 
 
 def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`greedy.s0.logits` -> `greedy.logits.0`, as all other cases name it."""
+    """Rename `greedy.s0.logits` to `greedy.logits.0`, as all other cases name it."""
     named = {}
     for key, tensor in tensors.items():
         if found := re.fullmatch(r"(\w+)\.s(\d+)\.(\w+)", key):
@@ -120,7 +120,7 @@ def _part(tensors: Mapping[str, Tensor], prefix: str, family: str, config: Any, 
     return official_part([LiveState("recorded", cond)], (family,), config).build(torch.float32, device)
 
 
-def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: torch.device) -> Case:
+def open_case(folder: Path, config: dict[str, Any], recorded: Recording, device: torch.device) -> Case:
     tensors = tensors_of(folder / "state.safetensors")
     vq = _tokenizer_config(section(config, "tokenizer"))
     tokenizer = _part(tensors, "tokenizer.vae.", "hybrid-vq", vq, device)
@@ -134,8 +134,8 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: 
         if config.get(name, value) != value:
             raise NextscaleError(f"config.json has {name} = {config[name]!r}, but only {value!r} is supported")
     recorded.used.add("text.mask")  # the released variant reads it nowhere
-    places = list(recorded.get("text.position_ids"))
-    condition = TextCondition(list(recorded.get("text.features")), places=places)
+    positions = list(recorded.get("text.position_ids"))
+    condition = TextCondition(list(recorded.get("text.features")), positions=positions)
     scales = len(hart.sides)
     runs = []
     for name in section(config, "runs"):
@@ -154,8 +154,8 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: 
             return {"decoded": (image, TOLERANCE), "image": (image.add(1).mul(0.5), TOLERANCE)}
 
         tolerance = SMOOTHED if smooth else TOLERANCE
-        draws = RecordedDraws(recorded, name)
-        runs.append(RecordedRun(name, condition, len(places), sampling, draws, "tokens", finish, tolerance))
+        noise = RecordedDraws(recorded, name)
+        runs.append(RecordedRun(name, condition, len(positions), sampling, noise, "tokens", finish, tolerance))
     return Case(folder, backbone, tokenizer, Schedule.squares(hart.sides), runs, recorded)
 
 
@@ -171,7 +171,7 @@ def play(case: Case, keep_pictures: bool) -> None:
 
 
 def _between(case: Case, run: RecordedRun, maps: list[Tensor]) -> None:
-    """What lies between two scales: codes, the next input, the numbers of the sampler."""
+    """Compare what lies between two scales: codes, the next input, the numbers of the sampler."""
     recorded, scales = case.recorded, list(case.schedule)
     last = len(scales) - 1
     for scale, before in zip(scales[1:], maps, strict=False):
@@ -182,7 +182,7 @@ def _between(case: Case, run: RecordedRun, maps: list[Tensor]) -> None:
         recorded.compare(f"{run.name}.x_in.{scale.index}", torch.cat((x, x)), run.tolerance)
     if f"{run.name}.x_in.0" in recorded.tensors:
         with torch.inference_mode():
-            cond = case.backbone.begin(run.condition, case.schedule, guided=True)
+            cond = case.backbone.conditioning(run.condition, case.schedule, guided=True)
             recorded.compare(f"{run.name}.x_in.0", case.backbone.embed(cond, None, scales[0]))
     for scale in scales:
         ratio = run.sampling.progress[scale.index]
@@ -239,7 +239,7 @@ def _watch(case: Case, run: RecordedRun) -> list[Callable[[], None]]:
 
 
 def _tokenizer(case: Case) -> None:
-    """Both ways of splitting an image: hybrid, as the transformer learns it, and discrete, with phi at every scale."""
+    """Compare both encodings: hybrid, as the transformer learns it, and discrete, with phi at every scale."""
     recorded, tokenizer, schedule = case.recorded, case.tokenizer, case.schedule
     image = recorded.get("image").to(tokenizer.device)
     with torch.inference_mode():

@@ -16,8 +16,9 @@ from nextscale.engine.rng import GeneratorNoise
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import INFINITY_GRIDS, Schedule
 from nextscale.errors import NextscaleError, choices
-from nextscale.models.infinity import Infinity, InfinityConfig, TextCondition, rotary_table
-from nextscale.research.verify.base import TOLERANCE, Arguments, Case, Recorded, RecordedRun, generator_of, section
+from nextscale.models.infinity import Infinity, InfinityConfig, rotary_table
+from nextscale.models.text_conditioning import TextCondition
+from nextscale.research.verify.base import TOLERANCE, Arguments, Case, RecordedRun, Recording, generator_of, section
 from nextscale.tokenizers.bsq import BSQConfig
 
 ROUNDED = "io_ca_bf16.safetensors"  # the greedy run with cross-attention rounded to bfloat16
@@ -103,12 +104,12 @@ def _schedule(config: dict[str, Any]) -> Schedule:
     return Schedule(grids, frame=INFINITY_GRIDS[ratio][-1], aspect_ratio=ratio)
 
 
-def _text(recorded: Recorded, prefix: str) -> list[Tensor]:
+def _text(recorded: Recording, prefix: str) -> list[Tensor]:
     lengths = recorded.get(f"{prefix}_lens").tolist()
     return list(recorded.get(f"{prefix}_features").float().split(lengths))
 
 
-def _run(name: str, values: Any, recorded: Recorded, scales: int, depth: int) -> RecordedRun:
+def _run(name: str, values: Any, recorded: Recording, scales: int, depth: int) -> RecordedRun:
     if not isinstance(values, dict):
         raise NextscaleError(f"runs.{name} must be an object of arguments")
     a = Arguments(f"runs.{name}", values, _IGNORED)
@@ -136,7 +137,7 @@ def _run(name: str, values: Any, recorded: Recorded, scales: int, depth: int) ->
     return RecordedRun(name, condition, len(condition.text), sampling, GeneratorNoise(generator), "bits", finish)
 
 
-def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: torch.device) -> Case:
+def open_case(folder: Path, config: dict[str, Any], recorded: Recording, device: torch.device) -> Case:
     patchify = bool(section(config, "transformer").get("apply_spatial_patchify", 0))
     bsq = _tokenizer_config(section(config, "vae"), patchify)
     infinity = _backbone_config(section(config, "transformer"), bsq)
@@ -174,10 +175,10 @@ def _text_tensors(case: Case, run: RecordedRun) -> None:
 
 
 def _teacher_forced(case: Case, run: RecordedRun, maps: list[Tensor]) -> None:
-    """One masked pass over the greedy maps must give what was generated scale by scale."""
+    """Compare one masked pass over the greedy maps with what was generated scale by scale."""
     inputs = [None] + [case.tokenizer.inputs(m, s) for m, s in zip(maps, list(case.schedule)[1:], strict=False)]
     with torch.inference_mode():
-        cond = case.backbone.begin(run.condition, case.schedule, guided=False)
+        cond = case.backbone.conditioning(run.condition, case.schedule, guided=False)
         logits = case.backbone.teacher_forced(cond, inputs, case.schedule)
     case.recorded.compare("tf.logits", logits.flatten(2))
 
@@ -200,15 +201,15 @@ def _tokenizer(case: Case) -> None:
 
 
 def _rounded(case: Case) -> None:
-    """Once more, with the rounding that the official code applies even in a float32 run."""
+    """Compare once more, with the rounding that the official code applies even in a float32 run."""
     config = dataclasses.replace(case.backbone.config, round_cross_attention=True)
     rounded = Infinity(config).eval().requires_grad_(False).to(case.backbone.device)
     rounded.load_state_dict(case.backbone.state_dict())
     for run in case.runs:
         if any(name.startswith(f"{ROUNDED}/{run.name}.") for name in case.recorded.tensors):
-            assert isinstance(run.draws, GeneratorNoise)
-            assert run.draws.generator is not None
-            draws = GeneratorNoise(torch.Generator().manual_seed(run.draws.generator.initial_seed()))
-            again = dataclasses.replace(run, name=f"{ROUNDED}/{run.name}", draws=draws, tolerance=ROUNDED_TOLERANCE)
+            assert isinstance(run.noise, GeneratorNoise)
+            assert run.noise.generator is not None
+            noise = GeneratorNoise(torch.Generator().manual_seed(run.noise.generator.initial_seed()))
+            again = dataclasses.replace(run, name=f"{ROUNDED}/{run.name}", noise=noise, tolerance=ROUNDED_TOLERANCE)
             case.recorded.used.add(f"{again.name}.text_lens")  # the same text
             dataclasses.replace(case, backbone=rounded).play(again)

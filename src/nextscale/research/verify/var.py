@@ -21,8 +21,8 @@ from nextscale.research.verify.base import (
     TOLERANCE,
     Arguments,
     Case,
-    Recorded,
     RecordedRun,
+    Recording,
     generator_of,
     section,
 )
@@ -77,7 +77,7 @@ def _backbone_config(values: dict[str, Any], tokenizer: VQConfig) -> VARConfig:
     return config
 
 
-def _run(name: str, values: Any, recorded: Recorded, classes: int, scales: int) -> RecordedRun:
+def _run(name: str, values: Any, recorded: Recording, classes: int, scales: int) -> RecordedRun:
     if not isinstance(values, dict):
         raise NextscaleError(f"runs.{name} must be an object of arguments")
     a = Arguments(f"runs.{name}", values, ("record", "B", "batch"))
@@ -104,7 +104,7 @@ def _run(name: str, values: Any, recorded: Recorded, classes: int, scales: int) 
     return RecordedRun(name, labels, len(labels), sampling, GeneratorNoise(generator), "tokens", finish, tolerance)
 
 
-def open_case(folder: Path, config: dict[str, Any], recorded: Recorded, device: torch.device) -> Case:
+def open_case(folder: Path, config: dict[str, Any], recorded: Recording, device: torch.device) -> Case:
     sides = section(config, "transformer").get("patch_nums", [])
     vq = _tokenizer_config(section(config, "vae"), len(sides))
     var = _backbone_config(section(config, "transformer"), vq)
@@ -130,12 +130,12 @@ def play(case: Case, keep_pictures: bool) -> None:
 
 
 def _teacher_forced(case: Case) -> None:
-    """One masked pass over the recorded inputs must give what was generated scale by scale."""
+    """Compare one masked pass over the recorded inputs with what was generated scale by scale."""
     recorded, schedule = case.recorded, case.schedule
     x = recorded.get("tf.x").float().to(case.backbone.device)
     parts = x.split([s.tokens for s in schedule][1:], dim=1)
     with torch.inference_mode():
-        cond = case.backbone.begin(recorded.get("tf.labels").long(), schedule, guided=False)
+        cond = case.backbone.conditioning(recorded.get("tf.labels").long(), schedule, guided=False)
         logits = case.backbone.teacher_forced(cond, [None, *parts], schedule)
     recorded.compare("tf.logits", logits)
 

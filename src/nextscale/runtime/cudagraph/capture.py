@@ -1,231 +1,96 @@
-"""What a captured scale leaves behind, and the pieces it was captured in."""
+"""The eager code of a scale, so that it can be captured: on static buffers, and without waiting for the device."""
 
 from __future__ import annotations
 
-import functools
-import gc
-import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+import copy
+import dataclasses
+import math
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nextscale.kernels.pinned_copy import copy_pinned
-from nextscale.methods.base import Choices, Numbers
-from nextscale.methods.selection import Packed, Selection
-from nextscale.runtime.eager import ScaleOutput
+from nextscale.cache.kv import KVCache
+from nextscale.engine.sampling import ScaleSettings
+from nextscale.engine.schedule import Scale
+from nextscale.runtime.base import CallContext, ScaleBatch
+from nextscale.runtime.cudagraph.graph_cache import StaticOutputs
+from nextscale.runtime.cudagraph.readback import HostReadback, SelectionRecord
+from nextscale.runtime.cudagraph.segments import GraphSegments
+from nextscale.runtime.cudagraph.static_buffers import StaticBuffers
+from nextscale.runtime.eager import Eager
 
-SHORT = 4096  # numbers of a report
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What a scale leaves behind. Graphs share memory: `output` and `chosen` hold until another one is replayed."""
-
-    output: ScaleOutput
-    chosen: Chosen
-    readback: HostReadback
-    memory: dict[Hashable, Any]  # of the policy
-    level: list[bool]  # of each layer: its rows are still equally long
-    cond: int  # of the memory: where it lies
+SPLIT_AFTER = (1, 5)  # layers: the first segments are short, and hide how long the rest takes to launch
 
 
-@dataclass(frozen=True)
-class Captured:
-    graph: Any  # like `GraphSegments`
-    made: Recorded
+class StaticScale(Eager):
+    """A function that runs one scale on static buffers, again and again."""
+
+    is_capturing = True
+
+    def __init__(self, buffers: StaticBuffers, call: CallContext, batch: ScaleBatch, kv: Sequence[KVCache]) -> None:
+        self.buffers, self.kv = buffers, [copy.copy(cache) for cache in kv]
+        self.call = dataclasses.replace(call, noise=buffers.noise)
+        self.batch = dataclasses.replace(batch, rows=batch.allocated)  # all: a mask says which are active
+        self.has_inactive_rows = batch.rows != batch.allocated
+        if is_unread(call, batch):
+            k, v = (t[: len(kv[0].k)] for t in buffers.last_scale_kv)
+            for cache in self.kv:
+                cache.last_scale_kv = k, v
+        self.max_length, self.row_lengths = kv[0].max_length, [cache.row_lengths for cache in kv]
+        self.remembered = buffers.memory.entries()
+        self.segments: GraphSegments | None = None  # while it is captured
+        self.mask: Tensor | None = None  # [R], True for active rows; None = all
+        self.max_logits: Tensor | None = None
+        self.readback: HostReadback | None = None  # made at the first run: its memory has to be there before a capture
+
+    def __call__(self, segments: GraphSegments | None = None) -> StaticOutputs:
+        buffers, scale, self.segments = self.buffers, self.batch.scale, segments
+        buffers.uploads.fetch(scale.index)
+        buffers.memory.remember(self.remembered)
+        for cache, lengths in zip(self.kv, self.row_lengths, strict=True):
+            cache.max_length, cache.row_lengths = self.max_length, lengths
+        self.mask = buffers.active_mask(self.batch) if self.has_inactive_rows else None
+        output = self.run_scale(self.call, self.batch, buffers.features, self.kv)
+        assert self.readback is not None
+        self.segments = self.mask = self.max_logits = None  # a run holds no memory while the next one is captured
+        buffers.tokens[scale.index].copy_(output.tokens)
+        if not self.call.watched:  # nobody asks for them, and they would take the memory of every scale
+            empty = output.logits.new_empty(0)
+            output = dataclasses.replace(output, logits=empty, raw=empty, hidden=empty)
+        selections = SelectionRecord.of(output.ctx.chosen, scale.tokens)
+        memory, uniform_length = buffers.memory.entries(), [cache.row_lengths is None for cache in self.kv]
+        return StaticOutputs(output, selections, self.readback, memory, buffers.memory_layout(), uniform_length)
+
+    def scale_settings(self, call: CallContext, batch: ScaleBatch) -> ScaleSettings:
+        settings = ScaleSettings(*self.buffers.settings[batch.scale.index].unbind())
+        if self.mask is None or not batch.rows.unconditional:
+            return settings
+        # Of every image: 1 where its unconditional row is inactive.
+        weight = torch.where(self.mask[batch.rows.images :], settings.weight, 1.0)
+        return settings._replace(weight=weight)
+
+    def active_mask(self) -> Tensor | None:
+        return self.mask
+
+    def layer_done(self, layer: int) -> None:
+        if self.segments is not None and layer in SPLIT_AFTER:
+            self.segments.split()
+
+    def require_finite(self, call: CallContext, raw: Tensor, logits: Tensor, scale: Scale) -> None:
+        """Leave it to `CUDAGraphExecutor.check`: reading a number would make the host wait."""
+        self.max_logits = torch.stack(torch._foreach_norm([logits, raw], math.inf))
+
+    def on_report_ready(self, report: dict[str, Tensor]) -> None:
+        """Write all that the host will read."""
+        assert self.max_logits is not None
+        pages = None if self.buffers.pages is None else self.buffers.pages.taken[-1:]
+        self.readback = self.readback or HostReadback(report, self.max_logits, pages)
+        self.readback.write(report, self.max_logits, pages)
+        if self.segments is not None:
+            self.segments.mark_ready()
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The selections of all layers, each stored once."""
-
-    masks: Tensor | None  # of every one [selections, R, N], True where a cell was chosen
-    which: list[dict[str, int | None]]  # per layer and part; None = all tokens
-
-    @classmethod
-    def of(cls, chosen: Choices, tokens: int) -> Chosen:
-        distinct = {id(c): c for parts in chosen for c in parts.values() if c is not None}
-        number = {key: n for n, key in enumerate(distinct)}
-        which = [{p: None if c is None else number[id(c)] for p, c in parts.items()} for parts in chosen]
-        packed = [c.slot for c in distinct.values() if isinstance(c, Packed)]
-        if len(packed) == len(distinct) > 0:
-            return cls(torch.stack(packed) >= 0, which)
-        return cls(torch.stack([c.mask(tokens) for c in distinct.values()]) if distinct else None, which)
-
-    @property
-    def everywhere(self) -> bool:
-        """Whether every layer selects its tokens."""
-        return all(n is not None for parts in self.which for n in parts.values())
-
-    def copied(self, places: Tensor | None) -> Kept:
-        """For the trace, which must outlive the next replay; of the rows at these places alone."""
-        return Kept(self if self.masks is None else replace(self, masks=self.masks.clone()), places)
-
-
-class Kept(Choices):
-    """The selections of every layer and part; None = all tokens. Hundreds of tensors, made when somebody looks."""
-
-    def __init__(self, chosen: Chosen, places: Tensor | None = None) -> None:
-        self.chosen, self.places = chosen, places
-
-    @functools.cached_property
-    def layers(self) -> list[dict[str, Selection | None]]:
-        masks = self.chosen.masks
-        if masks is not None and self.places is not None:
-            masks = masks[:, self.places.to(masks.device)]
-        made = [] if masks is None else [Packed.of_mask(mask) for mask in masks]
-        return [{p: None if n is None else made[n] for p, n in parts.items()} for parts in self.chosen.which]
-
-    def __len__(self) -> int:
-        return len(self.chosen.which)
-
-    def __getitem__(self, layer: Any) -> Any:
-        return self.layers[layer]
-
-
-class GraphSegments:
-    """CUDA graphs that follow each other. While the device runs one, the host hands over the next."""
-
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
-        self.graphs: list[Any] = []
-        self.telling = -1  # the piece behind which all that the host asks for has been written
-        self.ready_event = torch.cuda.Event()
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """What is asked of the device meanwhile is not done, but becomes a graph."""
-        # Old programs must not be collected now: their memory cannot be given back during a capture.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            self.begin()
-            try:
-                yield
-            except BaseException:
-                with suppress(RuntimeError):  # the graph is of no use: its error would hide what went wrong
-                    self.end()
-                raise
-            self.end()
-        finally:
-            if collects:
-                gc.enable()
-
-    def begin(self) -> None:
-        self.graphs.append(torch.cuda.CUDAGraph())
-        self.graphs[-1].capture_begin(pool=self.pool)
-
-    def end(self) -> None:
-        self.graphs[-1].capture_end()
-
-    def cut(self) -> None:
-        self.end()
-        self.begin()
-
-    def tell(self) -> None:
-        self.telling = len(self.graphs) - 1
-        self.cut()
-
-    def replay(self) -> None:
-        for n, graph in enumerate(self.graphs):
-            graph.replay()
-            if n == self.telling:
-                self.ready_event.record()
-
-    def wait(self) -> None:
-        """Until the newest replay has told what it tells."""
-        self.ready_event.synchronize()
-
-
-@dataclass
-class Capturing:
-    """A scale while it is captured, or run once before."""
-
-    pieces: GraphSegments | None
-    readback: HostReadback | None  # made at the first run: its memory has to be there before anything is captured
-    pages: Tensor | None = None  # of the KV caches: how many are taken, [1]
-    largest: Tensor | None = None  # logits
-    at_work: Tensor | None = None  # [R], if some rows rest
-
-    def tell(self, report: dict[str, Tensor]) -> None:
-        assert self.largest is not None
-        self.readback = self.readback or HostReadback(report, self.largest, self.pages)
-        self.readback.write(report, self.largest, self.pages)
-        if self.pieces is not None:
-            self.pieces.tell()
-
-
-class HostReadback:
-    """What a scale reports, its largest logits, and how many pages are taken behind it, if there are such. Short parts
-    end in memory that the host can read."""
-
-    def __init__(self, report: dict[str, Tensor], largest: Tensor, pages: Tensor | None = None) -> None:
-        self.long = {name: readback for name, readback in report.items() if readback.numel() > SHORT}
-        short = {name: readback for name, readback in report.items() if name not in self.long}
-        ends = list(itertools.accumulate((readback.numel() for readback in short.values()), initial=0))
-        self.end, self.behind = ends[-1], ends[-1] + largest.numel()
-        self.places = {
-            name: (slice(*ends[n : n + 2]), readback.shape) for n, (name, readback) in enumerate(short.items())
-        }
-        size = self.behind + (pages is not None)
-        self.host = torch.empty(size, dtype=torch.float64, pin_memory=largest.is_cuda)
-        self.numbers = self.host.numpy()  # the same memory: arrays are read faster than tensors
-
-    def write(self, report: dict[str, Tensor], largest: Tensor, pages: Tensor | None = None) -> None:
-        self.long = {name: report[name] for name in self.long}
-        numbers = [report[name].double().flatten() for name in self.places] + [largest.double()]
-        copy_pinned(self.host, torch.cat(numbers if pages is None else [*numbers, pages.double()]))
-
-    @property
-    def largest(self) -> list[float]:
-        """The largest logit after guidance and before: NaN or infinite if any is."""
-        return self.numbers[self.end : self.behind].tolist()
-
-
-class Report(Mapping[str, Numbers]):
-    """What one replay reports. Whoever asks for a number waits for it."""
-
-    def __init__(self, readback: HostReadback, wait: Callable[[], None], images: Sequence[int] | None = None) -> None:
-        """Of these images alone; None = all of them."""
-        self.source: tuple[HostReadback, Callable[[], None]] | None = readback, wait  # until it has been read
-        self.images = None if images is None else list(images)
-        self.long = {name: part.clone() for name, part in readback.long.items()}
-        self.places = readback.places
-        self.names = (*self.places, *self.long)
-        self.behind = readback.behind
-        self.numbers = readback.numbers
-
-    @property
-    def pages(self) -> int:
-        """That are taken behind this scale."""
-        return int(self.read()[self.behind])
-
-    def __getitem__(self, name: str) -> Numbers:
-        if name in self.long:
-            found: Numbers = self.long[name]
-        else:
-            place, shape = self.places[name]
-            found = self.read()[place].reshape(shape)
-        return found if self.images is None else found[self.images]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def read(self) -> np.ndarray:
-        """Copy what the next replay will write over."""
-        if self.source is not None:
-            readback, wait = self.source
-            wait()
-            self.numbers, self.source = readback.numbers.copy(), None
-        return self.numbers
+def is_unread(call: CallContext, batch: ScaleBatch) -> bool:
+    """Whether no later scale reads what this one stores in KV caches, so that these need not hold it."""
+    return batch.scale.index == len(call.schedule) - 1 and not call.policy.capabilities.host_only

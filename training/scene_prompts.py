@@ -1,6 +1,6 @@
 """Prompts of the six tasks in GenEval's plain words, drawn the same way every time.
 
-python -m training.asks          # writes the frozen list that the package ships, and captions to calibrate with
+python -m training.scene_prompts    # writes the frozen list that the package ships, and captions to calibrate with
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nextscale.research.evaluate.scenes import ALONG, FROZEN, TASKS, Ask, Thing
+from nextscale.research.evaluate.scenes import ALONG, FROZEN, TASKS, SceneObject, ScenePrompt
 from training.scenes import COUNTS, HERE, Scenes, held_out, read_vocabulary
 
 PAIRS = ("seen pairs", "unseen pairs")  # beside the six: pairs of objects that training did or did not show together
@@ -20,7 +20,7 @@ PER_TASK = 60  # of the frozen list
 CAPTIONS = HERE.parent / "benchmarks" / "prompts.txt"
 
 
-class Asks:
+class ScenePromptSampler:
     """None names a background or a style."""
 
     def __init__(self, vocabulary: dict[str, Any], seed: int = 0) -> None:
@@ -31,47 +31,47 @@ class Asks:
         self.colors = [c["name"] for c in vocabulary["colours"] if c["name"] != "white"]
         self.seed = seed
 
-    def name(self, thing: Thing) -> str:
+    def name(self, thing: SceneObject) -> str:
         words = [] if thing.color is None else [thing.color]
         words.append(thing.name if thing.count == 1 else self.plurals[thing.name])
         number = "an" if thing.count == 1 and words[0][0] in "aeiou" else COUNTS[thing.count - 1]
         return " ".join((number, *words))
 
-    def make(self, task: str, count: int) -> list[Ask]:
+    def make(self, task: str, count: int) -> list[ScenePrompt]:
         # Every task has its own numbers, so that a longer one leaves the others as they are.
         rng = np.random.default_rng((self.seed, (*TASKS, *PAIRS).index(task)))
-        asks: dict[str, Ask] = {}  # every prompt once, while there are others
+        scene_prompts: dict[str, ScenePrompt] = {}  # every prompt once, while there are others
         for drawn in itertools.islice(self.draw(task, rng), 10 * count):
-            ask = self.ask(task, *drawn)
-            asks.setdefault(ask.prompt, ask)
-            if len(asks) == count:
+            scene_prompt = self.scene_prompt(task, *drawn)
+            scene_prompts.setdefault(scene_prompt.prompt, scene_prompt)
+            if len(scene_prompts) == count:
                 break
-        return list(asks.values())
+        return list(scene_prompts.values())
 
-    def draw(self, task: str, rng: np.random.Generator) -> Iterator[tuple[tuple[Thing, ...], str | None]]:
+    def draw(self, task: str, rng: np.random.Generator) -> Iterator[tuple[tuple[SceneObject, ...], str | None]]:
         for i in range(10**9):
             if task == "single object":
                 every = [*self.objects, *self.shapes]
-                yield from (((Thing(every[k]),), None) for k in rng.permutation(len(every)))
+                yield from (((SceneObject(every[k]),), None) for k in rng.permutation(len(every)))
             elif task == "colours":
-                tinted = [Thing(s, 1, c) for s in self.shapes for c in self.colors]
+                tinted = [SceneObject(s, 1, c) for s in self.shapes for c in self.colors]
                 yield from (((tinted[k],), None) for k in rng.permutation(len(tinted)))
             elif task == "counting":
-                yield (Thing(self.objects[rng.integers(len(self.objects))], 2 + i % 3),), None
+                yield (SceneObject(self.objects[rng.integers(len(self.objects))], 2 + i % 3),), None
             elif task == "colour attribution":
                 a, b = rng.choice(self.shapes, 2, replace=False).tolist()
                 first, second = rng.choice(self.colors, 2, replace=False).tolist()
-                yield (Thing(a, 1, first), Thing(b, 1, second)), None
+                yield (SceneObject(a, 1, first), SceneObject(b, 1, second)), None
             else:
                 a, b = rng.choice(len(self.objects), 2, replace=False).tolist()
                 while task in PAIRS and held_out(a, b) != (task == "unseen pairs"):
                     a, b = rng.choice(len(self.objects), 2, replace=False).tolist()
                 relation = list(ALONG)[i % 4] if task == "position" else None
-                yield (Thing(self.objects[a]), Thing(self.objects[b])), relation
+                yield (SceneObject(self.objects[a]), SceneObject(self.objects[b])), relation
 
-    def ask(self, task: str, things: tuple[Thing, ...], relation: str | None) -> Ask:
+    def scene_prompt(self, task: str, things: tuple[SceneObject, ...], relation: str | None) -> ScenePrompt:
         text = f" {relation or 'and'} ".join(map(self.name, things))
-        return Ask(task, text, things, relation)
+        return ScenePrompt(task, text, things, relation)
 
 
 def captions(vocabulary: dict[str, Any], count: int = 96) -> list[str]:
@@ -85,8 +85,8 @@ def captions(vocabulary: dict[str, Any], count: int = 96) -> list[str]:
 
 def main() -> None:
     vocabulary = read_vocabulary()
-    asks = Asks(vocabulary)
-    entries = [json.dumps(a.to_dict()) for task in TASKS for a in asks.make(task, PER_TASK)]
+    scene_prompts = ScenePromptSampler(vocabulary)
+    entries = [json.dumps(a.to_dict()) for task in TASKS for a in scene_prompts.make(task, PER_TASK)]
     FROZEN.write_text('{"schema": 1, "asks": [\n' + ",\n".join(entries) + "\n]}\n")
     CAPTIONS.write_text("\n".join(captions(vocabulary)) + "\n")
     print(f"wrote {FROZEN.name}: {len(entries)} prompts")

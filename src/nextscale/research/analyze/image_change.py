@@ -1,4 +1,4 @@
-"""What the last scales change in the picture (SparseVAR, Figure 2)."""
+"""What the last scales change in the image (SparseVAR, Figure 2)."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from nextscale.research.analyze.data import Data, small
-from nextscale.research.analyze.style import CHANGES, canvas, entitle, picture, save
+from nextscale.research.analyze import style
+from nextscale.research.analyze.data import Data, to_half
 from nextscale.research.analyze.watch import Watched, thumbnail
 
-SCALES = 5
+LAST_SCALES = 5
 
 
 def measure(watched: Watched) -> Data:
-    """|picture after a scale - picture before it|, mean over the colors; for all scales as one number too."""
-    changes = [_change(new, old) for new, old in zip(watched.full[1:], watched.full, strict=False)]
-    first = max(len(changes) - SCALES, 0)
+    """|image after a scale - image before it|, mean over the colors; for all scales as one number too."""
+    changes = [_change(new, old) for new, old in zip(watched.images[1:], watched.images, strict=False)]
+    first = max(len(changes) - LAST_SCALES, 0)
     return {
         **watched.about(),
         "unit": "mean over the colors of the absolute difference, colors in 0..1",
         "mean": [round(float(c.mean()), 6) for c in changes],  # from scale 2 on
         "flat": [round(float((c < 1 / 255).mean()), 5) for c in changes],  # pixels that hardly change
         "shown": list(range(first + 2, len(changes) + 2)),
-        "pictures": watched.pictures[first + 1 :],
-        "changes": [small(c) for c in changes[first:]],
+        "pictures": watched.thumbnails[first + 1 :],
+        "changes": [to_half(c) for c in changes[first:]],
     }
 
 
@@ -39,17 +39,18 @@ def draw(data: Data, path: Path) -> None:
     high = max(float(np.quantile(c, 0.995)) for c in changes) or 1.0
     h, w = data["grids"][-1]
     side = 8.8 / len(changes) * h / w
-    figure = canvas(2 * side + 1.2)
+    figure = style.new_figure(2 * side + 1.2)
     grid = figure.subplots(2, len(changes), squeeze=False)
-    shown = None
+    mappable = None
     for column, scale, image, change in zip(grid.T, data["shown"], data["pictures"], changes, strict=True):
         rows, cells = data["grids"][scale - 1]
-        picture(column[0], image, f"after scale {scale} ({rows}×{cells})")
+        style.show_image(column[0], image, f"after scale {scale} ({rows}×{cells})")
         still = f"mean {100 * data['mean'][scale - 2]:.2f} %, {100 * data['flat'][scale - 2]:.0f} % still"
-        shown = picture(column[1], change, still, vmin=0, vmax=high, cmap=CHANGES)
+        mappable = style.show_image(column[1], change, still, vmin=0, vmax=high, cmap=style.DIFFERENCE_CMAP)
     grid[0][0].set_ylabel("picture", fontsize=10)
     grid[1][0].set_ylabel("change by the scale", fontsize=10)
-    bar = figure.colorbar(shown, ax=list(grid[1]), aspect=14, pad=0.01)
-    bar.ax.tick_params(labelsize=9)
-    entitle(figure, "What each scale changes in the picture (still: pixels that change by less than 1/255)", data)
-    save(figure, path)
+    style.colorbar(figure, mappable, list(grid[1]), aspect=14)
+    style.set_title(
+        figure, "What each scale changes in the picture (still: pixels that change by less than 1/255)", data
+    )
+    style.save(figure, path)

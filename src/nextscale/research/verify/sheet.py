@@ -1,4 +1,4 @@
-"""The pictures of a verified case: one row per image, one column per scale."""
+"""The images of a verified case: one row per image, one column per scale."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from PIL import Image, ImageDraw
 from nextscale.io.images import to_pil
 
 if TYPE_CHECKING:
-    from nextscale.research.verify import Report
+    from nextscale.research.verify import Verification
 
 CELL, GAP, HEAD = 128, 6, 18
 
 
-def sheet(report: Report) -> Image.Image:
-    """The decoded map after every scale; random weights make random pictures, but the same as the official ones."""
+def sheet(report: Verification) -> Image.Image:
+    """Draw the decoded map after every scale; random weights make random images, but the same as the official ones."""
     rows = [
         (f"{run} {i}", [to_pil(after[i : i + 1])[0] for after in scales])
         for run, scales in report.pictures.items()

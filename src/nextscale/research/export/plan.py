@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from nextscale.errors import NextscaleError
-from nextscale.research.export.base import Entry, Layout, Picture
+from nextscale.research.export.base import ImageFile, Layout, PromptEntry
 from nextscale.research.export.layouts import get_layout
 from nextscale.research.export.reading import digest
-from nextscale.research.prompt_files import BadPrompt, refuse
+from nextscale.research.prompt_checks import BadPrompt, refuse
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The i-th of n parts, counted from 1. Parts are prompts, so no batch size moves a picture to another part."""
+    """The i-th of n parts, counted from 1. Parts are prompts, so no batch size moves an image to another part."""
 
     index: int = 1
     count: int = 1
@@ -40,53 +40,53 @@ class Shard:
     def suffix(self) -> str:
         return "" if self.count == 1 else f"-{self.index}of{self.count}"
 
-    def of(self, pictures: tuple[Picture, ...]) -> list[Picture]:
-        return [p for p in pictures if p.place % self.count == self.index - 1]
+    def of(self, image_files: tuple[ImageFile, ...]) -> list[ImageFile]:
+        return [p for p in image_files if p.prompt_index % self.count == self.index - 1]
 
 
 WHOLE = Shard()
 
 
 @dataclass(frozen=True)
-class Work:
+class ExportPlan:
     layout: Layout
     prompts: Path | None
     prompts_sha256: str | None  # None: the benchmark itself names them
     images: int  # per prompt
     seed: int
-    entries: tuple[Entry, ...]  # to be drawn
+    entries: tuple[PromptEntry, ...]  # to be drawn
     skipped: tuple[BadPrompt, ...] = ()
     skip_bad: bool = False
 
     @classmethod
     def read(
         cls, benchmark: str, prompts: Path | None, images: int | None = None, seed: int = 0, skip_bad: bool = False
-    ) -> Work:
-        """`skip_bad`: leave out, and list, what cannot be drawn, instead of refusing it."""
+    ) -> ExportPlan:
+        """Read the prompts; `skip_bad`: leave out, and list, what cannot be drawn, instead of refusing it."""
         layout = get_layout(benchmark)
         files = layout.find(prompts)
         entries = layout.read(files, prompts)
         count = layout.images if images is None else images
         layout.check_images(count)
-        work = cls(layout, prompts, digest(files) if files else None, count, seed, tuple(entries), (), skip_bad)
+        plan = cls(layout, prompts, digest(files) if files else None, count, seed, tuple(entries), (), skip_bad)
         problems = [(e, layout.problem(e.prompt)) for e in entries]
-        return work.without([BadPrompt(e.where, str(e.prompt), reason) for e, reason in problems if reason])
+        return plan.without([BadPrompt(e.where, str(e.prompt), reason) for e, reason in problems if reason])
 
-    def without(self, bad: Sequence[BadPrompt]) -> Work:
-        """What is left to draw; raises unless bad prompts are to be skipped."""
+    def without(self, bad: Sequence[BadPrompt]) -> ExportPlan:
+        """Drop bad prompts, or raise unless they are to be skipped."""
         refuse(bad, self.skip_bad, len(self.entries))
         names = {(b.where, b.prompt) for b in bad}
         left = tuple(e for e in self.entries if (e.where, str(e.prompt)) not in names)
         return replace(self, entries=left, skipped=(*self.skipped, *bad)) if bad else self
 
     @cached_property
-    def pictures(self) -> tuple[Picture, ...]:
-        return tuple(self.layout.pictures(list(self.entries), self.images, self.seed))
+    def image_files(self) -> tuple[ImageFile, ...]:
+        return tuple(self.layout.image_files(list(self.entries), self.images, self.seed))
 
     @cached_property
-    def known(self) -> set[str]:
-        """Every path that may lie in the folder of pictures."""
-        return {p.path for p in self.pictures} | {p.beside[0] for p in self.pictures if p.beside}
+    def known_paths(self) -> set[str]:
+        """Every path that may lie in the folder of images."""
+        return {p.path for p in self.image_files} | {p.sidecar[0] for p in self.image_files if p.sidecar}
 
     def settings(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Prompts of a list, checked before the first picture: hours later is too late."""
+"""Prompts of a list, checked before the first image: hours later is too late."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BadPrompt:
 
 
 def bad_prompts(pipe: Pipeline, asked: Iterable[tuple[Any, str]]) -> list[BadPrompt]:
-    """Of prompts and where they stand, those that the model cannot draw."""
+    """Find the prompts that the model cannot draw, among prompts and where they stand."""
     known: dict[Any, str | None] = {}
     found = []
     for prompt, where in asked:
@@ -32,7 +32,7 @@ def bad_prompts(pipe: Pipeline, asked: Iterable[tuple[Any, str]]) -> list[BadPro
 
 
 def problem(pipe: Pipeline, prompt: Any) -> str | None:
-    """What is wrong with one prompt or class label; nothing is encoded."""
+    """Say what is wrong with one prompt or class label; nothing is encoded."""
     try:
         read_prompts(pipe.backbone, pipe.spec.name, prompt, None, None, None, 1)
         if isinstance(prompt, str):
@@ -48,7 +48,7 @@ def problem(pipe: Pipeline, prompt: Any) -> str | None:
 
 
 def refuse(bad: Sequence[BadPrompt], skip: bool, total: int) -> None:
-    """Name the first, unless they are to be skipped and others remain."""
+    """Raise for the first, unless they are to be skipped and others remain."""
     if not bad or (skip and len(bad) < total):
         return
     more = f" ({len(bad) - 1} more of {total} prompts cannot be drawn either)" if len(bad) > 1 else ""
@@ -57,5 +57,5 @@ def refuse(bad: Sequence[BadPrompt], skip: bool, total: int) -> None:
 
 
 def skipped(bad: Sequence[BadPrompt]) -> dict[str, Any]:
-    """For a manifest."""
+    """Describe the skipped prompts for a manifest."""
     return {"count": len(bad), "prompts": [asdict(b) for b in bad]}

@@ -1,0 +1,70 @@
+"""NOVA: entropy decides when to start pruning tokens, how many per scale and layer; a cache restores them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nextscale.errors import NextscaleError
+from nextscale.methods.base import Method
+from nextscale.methods.nova.policy import NOVAPolicy
+from nextscale.methods.policy import Policy, PolicyContext
+from nextscale.methods.tables import read_table
+
+
+@dataclass(frozen=True)
+class NOVA(Method):
+    """Important: `alpha` (when to start) and `tau` (how steeply the ratio rises from scale to scale).
+
+    The rest either is the paper's setting or replaces a part of the method, for its ablations.
+    """
+
+    name = "nova"
+    summary = "Entropy growth starts the reduction, entropy picks the tokens, a residual cache restores the others."
+    paper = "Adaptive Visual Autoregressive Acceleration via Dual-Linkage Entropy Analysis"
+
+    t_est: int = 5  # scales that are never reduced; their growth is the baseline
+    alpha: float = 0.5  # share of the baseline growth at which the reduction starts
+    tau: float = 0.8  # scales over which the ratio rises
+    lam: float = 0.1  # how much a growing entropy lowers the ratio
+    scale_linkage: bool = True  # False: the ratio of a scale comes from `scale_table`
+    scale_table: str = "fastvar"  # a name, or a file of `nextscale calibrate shares`
+    layer_linkage: bool = True  # False: every layer has the scale's ratio
+    metric: str = "entropy"  # which tokens stay: entropy | attention | mse | random
+    cache: str = "residual"  # what pruned tokens are restored from: residual | feature | zero
+    uncomputed: str = (
+        "sample"  # cells that some layer left out are sampled like all others, or add "nothing" to the map
+    )
+    restore_mode: str = "bilinear"  # how a cached map is enlarged: nearest | area | bilinear | bicubic
+    probe: str = "auto"  # a layer's entropy: lens | lens_topk | previous; auto = lens for bits, else lens_topk
+    probe_from_layer: int = (
+        1  # 2: the first layer, which sees bare embeddings, uses `previous` and stays out of the mean
+    )
+    unit: str = "token"  # entropy of a token of bits: their sum, or "bit": their mean
+    entropy_of: str = "conditional"  # or "guided": after temperature and guidance
+    max_layer_keep: float = 1.0  # the largest share of tokens that a reduced layer keeps
+    allow_empty: bool = False  # a layer may keep no token at all
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("t_est", 2, 1000)
+        self.require("alpha", 0, 10)
+        self.require("tau", 0, 100, above=True)
+        self.require("lam", 0, 10)
+        self.require("max_layer_keep", 0, 1, above=True)
+        self.require_one_of("metric", ("entropy", "attention", "mse", "random"))
+        self.require_one_of("cache", ("residual", "feature", "zero"))
+        self.require_one_of("uncomputed", ("sample", "nothing"))
+        self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
+        self.require_one_of("probe", ("auto", "lens", "lens_topk", "previous"))
+        self.require_one_of("probe_from_layer", (1, 2))
+        self.require_one_of("unit", ("token", "bit"))
+        self.require_one_of("entropy_of", ("conditional", "guided"))
+        read_table(self.scale_table)
+
+    def start(self, context: PolicyContext) -> Policy:
+        if len(context.schedule) < self.t_est + 2:
+            raise NextscaleError(
+                f"nova: t_est = {self.t_est} needs a schedule of at least {self.t_est + 2} scales, "
+                f"this one has {len(context.schedule)}"
+            )
+        return NOVAPolicy(context, self)
