@@ -30,7 +30,7 @@ from nextscale.engine.schedule import Scale
 from nextscale.io.progress import bar
 from nextscale.methods import NOVA
 from nextscale.methods.nova.growth import Growth
-from nextscale.methods.nova.layer_linkage import KEPT, MAX_RATIO, Linkage
+from nextscale.methods.nova.layer_linkage import KEPT, MAX_RATIO, LayerLinkage
 from nextscale.methods.nova.policy import NOVAPolicy
 from nextscale.methods.policy import Policy, PolicyContext, ScaleContext, ScalePlan
 from nextscale.pipeline import Pipeline
@@ -139,17 +139,17 @@ class RecordedPolicy(NOVAPolicy):
 
 def share(decision: Decision, depth: int = 32) -> float:
     """Of the tokens of a picture of 1024 x 1024 that a model with so many layers computes."""
-    rule, m, kept = Linkage(True), NOVA(), 0.0
+    rule, m, kept = LayerLinkage(True), NOVA(), 0.0
     for t, side in enumerate(SIDES, start=1):
         if decision.star is None or t <= decision.star:
             kept += side**2
             continue
         played = Growth(T_EST, m.alpha, dict(enumerate(decision.entropy, 1)), decision.star)
-        ratio = 1 / (1 + math.exp(-(t - (decision.star + 1)) / m.tau)) - m.lam * math.tanh(played.newest(t) or 0.0)
-        notes, asked = torch.zeros(depth, 4, 1, dtype=torch.float64), torch.tensor([min(max(ratio, 0.0), MAX_RATIO)])
+        ratio = 1 / (1 + math.exp(-(t - (decision.star + 1)) / m.tau)) - m.lam * math.tanh(played.latest(t) or 0.0)
+        layer_stats, asked = torch.zeros(depth, 4, 1, dtype=torch.float64), torch.tensor([min(max(ratio, 0.0), MAX_RATIO)])
         for layer, mean in enumerate(decision.means(t, depth)):
-            rule.note(torch.tensor([mean], dtype=torch.float64), asked.double(), notes, layer, side**2)
-        kept += notes[:, KEPT].mean().item()
+            rule.update(torch.tensor([mean], dtype=torch.float64), asked.double(), layer_stats, layer, side**2)
+        kept += layer_stats[:, KEPT].mean().item()
     return kept / sum(side**2 for side in SIDES)
 
 

@@ -30,7 +30,7 @@ from nextscale.kernels.fp8 import FP8Linear, gelu
 from nextscale.kernels.ragged_linear import ragged_linear
 from nextscale.methods import NOVA
 from nextscale.methods.nova.growth import Growth
-from nextscale.methods.nova.layer_linkage import KEPT, MOST, Linkage
+from nextscale.methods.nova.layer_linkage import KEPT, MAX_RATIO, LayerLinkage
 
 SHAPES = {  # outputs, inputs, and whether GELU follows
     "qkv": (6144, 2048, False),
@@ -47,17 +47,17 @@ COLD = 192 << 20  # bytes of weights after which the first ones are no longer in
 
 def kept(decision: Decision) -> list[int]:
     """Tokens of every layer of the reduced scales of a picture."""
-    rule, m, found = Linkage(True), NOVA(), []
+    rule, m, found = LayerLinkage(True), NOVA(), []
     for t, side in enumerate(SIDES, start=1):
         if decision.star is None or t <= decision.star:
             continue
         played = Growth(T_EST, m.alpha, dict(enumerate(decision.entropy, 1)), decision.star)
-        ratio = 1 / (1 + math.exp(-(t - (decision.star + 1)) / m.tau)) - m.lam * math.tanh(played.newest(t) or 0.0)
-        notes = torch.zeros(DEPTH, 4, 1, dtype=torch.float64)
-        asked = torch.tensor([min(max(ratio, 0.0), MOST)], dtype=torch.float64)
+        ratio = 1 / (1 + math.exp(-(t - (decision.star + 1)) / m.tau)) - m.lam * math.tanh(played.latest(t) or 0.0)
+        layer_stats = torch.zeros(DEPTH, 4, 1, dtype=torch.float64)
+        asked = torch.tensor([min(max(ratio, 0.0), MAX_RATIO)], dtype=torch.float64)
         for layer, mean in enumerate(decision.means(t, DEPTH)):
-            rule.note(torch.tensor([mean], dtype=torch.float64), asked, notes, layer, side**2)
-        found += [int(n) for n in notes[:, KEPT, 0]]
+            rule.update(torch.tensor([mean], dtype=torch.float64), asked, layer_stats, layer, side**2)
+        found += [int(n) for n in layer_stats[:, KEPT, 0]]
     return found
 
 

@@ -172,15 +172,15 @@ class Log:
             file.write(text + "\n")
 
 
-def sheet(pictures: Iterable[Image.Image], titles: Sequence[str], columns: int, side: int = 192) -> Image.Image:
+def sheet(images: Iterable[Image.Image], titles: Sequence[str], columns: int, side: int = 192) -> Image.Image:
     """Images in rows with their captions under them."""
-    shown = list(pictures)
+    shown = list(images)
     rows = -(-len(shown) // columns)
     page = Image.new("RGB", (columns * side, rows * (side + 30)), (20, 20, 20))
     draw = ImageDraw.Draw(page)
-    for i, (picture, title) in enumerate(zip(shown, titles, strict=True)):
+    for i, (image, title) in enumerate(zip(shown, titles, strict=True)):
         x, y = i % columns * side, i // columns * (side + 30)
-        page.paste(picture.resize((side, side), Image.Resampling.LANCZOS), (x, y))
+        page.paste(image.resize((side, side), Image.Resampling.LANCZOS), (x, y))
         words, lines = title.split(), [""]
         for word in words:
             if len(lines[-1]) + len(word) > side // 6:

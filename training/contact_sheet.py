@@ -21,11 +21,11 @@ def main() -> None:
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     pipe = Pipeline.from_pretrained(device="cuda" if cuda else "cpu", progress_bar=False)
-    prompts, pictures = FIXED[:24], []
+    prompts, images = FIXED[:24], []
     for seed, prompt in enumerate(prompts):
-        pictures += pipe(prompt, seed=seed).images
+        images += pipe(prompt, seed=seed).images
         print(f"{seed + 1} of {len(prompts)}: {prompt}", flush=True)
-    sheet(pictures, prompts, 6, 224).save(options.out, quality=88)
+    sheet(images, prompts, 6, 224).save(options.out, quality=88)
 
 
 if __name__ == "__main__":

@@ -40,20 +40,20 @@ def nearest(values: Tensor, before: Grid, now: Grid) -> Tensor:
     return values[:, (y[:, None] * old_w + x).flatten()]
 
 
-def flat_cells(pictures: Tensor, grid: Grid) -> Tensor:
+def flat_cells(images: Tensor, grid: Grid) -> Tensor:
     """Where an image [B, 3, H, W] in [0, 1] has one color, [B, N]; that is mostly its background."""
-    span = F.adaptive_max_pool2d(pictures, grid) + F.adaptive_max_pool2d(-pictures, grid)
+    span = F.adaptive_max_pool2d(images, grid) + F.adaptive_max_pool2d(-images, grid)
     return (span.amax(1) < FLAT).flatten(1)
 
 
-def persistence(tokens: list[Tensor], pictures: Tensor, schedule: Schedule) -> Tensor:
+def persistence(tokens: list[Tensor], images: Tensor, schedule: Schedule) -> Tensor:
     """Per scale from the second on and per image: equal bits, bits, equal bits in flat cells, bits in flat cells."""
     rows = []
     for t in range(1, len(schedule)):
         before, now = schedule.grids[t - 1], schedule.grids[t]
         same = (tokens[t] == nearest(tokens[t - 1], before, now)) & (tokens[t] >= 0)  # -1: did not run
         ran = (tokens[t] >= 0).sum((1, 2))
-        flat = flat_cells(pictures, now)[..., None]
+        flat = flat_cells(images, now)[..., None]
         rows.append(
             torch.stack((same.sum((1, 2)), ran, (same & flat).sum((1, 2)), (flat & (tokens[t] >= 0)).sum((1, 2))))
         )

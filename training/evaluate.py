@@ -116,10 +116,10 @@ class Failures:
     def __init__(self) -> None:
         self.kept: dict[str, list[tuple[Image.Image, str]]] = {}
 
-    def add(self, task: str, picture: Image.Image, title: str) -> None:
+    def add(self, task: str, image: Image.Image, title: str) -> None:
         kept = self.kept.setdefault(task, [])
         if len(kept) < SHOWN:
-            kept.append((picture.resize((SIDE, SIDE), Image.Resampling.LANCZOS), title))
+            kept.append((image.resize((SIDE, SIDE), Image.Resampling.LANCZOS), title))
 
     def save(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -127,8 +127,8 @@ class Failures:
         more = [x for kept in self.kept.values() for x in kept[PER_TASK:]]
         chosen = (first + more)[:SHOWN]
         if chosen:
-            pictures, titles = zip(*chosen, strict=True)
-            sheet(pictures, titles, min(8, len(chosen)), SIDE).save(path)
+            images, titles = zip(*chosen, strict=True)
+            sheet(images, titles, min(8, len(chosen)), SIDE).save(path)
 
 
 def row(name: str, passed: int, count: int) -> dict[str, Any]:

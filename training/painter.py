@@ -28,9 +28,9 @@ def load_sprites(folder: Path, vocabulary: dict[str, Any]) -> Tensor:
         return premultiplied(np.asarray(Image.open(path).convert("RGBA")))
 
     with ThreadPoolExecutor() as pool:
-        pictures = list(pool.map(read, paths))
-    pictures += [premultiplied(draw_shape(s["name"])) for s in vocabulary["shapes"]]
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
+        images = list(pool.map(read, paths))
+    images += [premultiplied(draw_shape(s["name"])) for s in vocabulary["shapes"]]
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
 
 
 def stand_ins(vocabulary: dict[str, Any]) -> Tensor:
@@ -52,8 +52,8 @@ def premultiplied(rgba: np.ndarray) -> np.ndarray:
 def draw_shape(name: str, side: int = SIDE) -> np.ndarray:
     """White on nothing, RGBA."""
     big = 4 * side
-    picture = Image.new("L", (big, big))
-    draw = ImageDraw.Draw(picture)
+    image = Image.new("L", (big, big))
+    draw = ImageDraw.Draw(image)
     low, high, middle = 0.05 * big, 0.95 * big, big / 2
 
     def polygon(*points: tuple[float, float]) -> None:
@@ -87,7 +87,7 @@ def draw_shape(name: str, side: int = SIDE) -> np.ndarray:
         draw.rectangle((low, 0.36 * big, high, 0.64 * big), fill=255)
     else:
         raise ValueError(f"no drawing of {name!r}")
-    mask = np.asarray(picture.resize((side, side), Image.Resampling.BOX))
+    mask = np.asarray(image.resize((side, side), Image.Resampling.BOX))
     return np.dstack((np.full((side, side, 3), 255, np.uint8), mask))
 
 

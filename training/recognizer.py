@@ -97,7 +97,7 @@ def load_tokenizer(source: Path, config: dict[str, Any]) -> BSQTokenizer:
     return tokenizer
 
 
-class Pictures:
+class ImageSource:
     """Scenes as a generator would draw them, with its faults: things that are missing, wrong or out of place."""
 
     def __init__(self, painter: Painter, tokenizer: BSQTokenizer, vocabulary: dict[str, Any], count: int) -> None:
@@ -133,40 +133,40 @@ class Pictures:
         return dataclasses.replace(batch, sprite=sprite, tint=tint, place=place)
 
     @torch.no_grad()
-    def recode(self, pictures: Tensor, faulty: bool = True) -> Tensor:
+    def recode(self, images: Tensor, faulty: bool = True) -> Tensor:
         """Through the tokenizer, with some bits flipped and sometimes without the last scales."""
-        n, scales = len(pictures), len(self.schedule)
+        n, scales = len(images), len(self.schedule)
         flips = until = None
         if faulty:
             flips = torch.rand(n, scales, device=self.where) * torch.rand(n, 1, device=self.where) * 0.15
             until = torch.randint(round(0.77 * scales), scales, (n,), device=self.where)
             until = torch.where(torch.rand(n, device=self.where) < 0.4, until, scales)
         with autocast(self.where):
-            features = self.encode(pictures.contiguous(memory_format=torch.channels_last)).float()
+            features = self.encode(images.contiguous(memory_format=torch.channels_last)).float()
         total = quantize(self.tokenizer, features, self.schedule, self.schedule, flips, until).total
         with autocast(self.where):
             return self.decode(total.contiguous(memory_format=torch.channels_last)).float().clamp(-1, 1)
 
     @torch.no_grad()
-    def disturb(self, pictures: Tensor) -> Tensor:
+    def disturb(self, images: Tensor) -> Tensor:
         """Half of them: blur, noise and a slight shift of color. Strengths are drawn on the device."""
 
         def draw(low: float, high: float, channels: int = 1) -> Tensor:
-            return torch.rand(len(pictures), channels, 1, 1, device=self.where) * (high - low) + low
+            return torch.rand(len(images), channels, 1, 1, device=self.where) * (high - low) + low
 
         disturbed = (draw(0, 1) < 0.5).float()
-        soft = F.avg_pool2d(F.avg_pool2d(pictures, 3, 1, 1, count_include_pad=False), 3, 1, 1, count_include_pad=False)
-        made = torch.lerp(pictures, soft, draw(0, 1).square() * disturbed)
+        soft = F.avg_pool2d(F.avg_pool2d(images, 3, 1, 1, count_include_pad=False), 3, 1, 1, count_include_pad=False)
+        made = torch.lerp(images, soft, draw(0, 1).square() * disturbed)
         made = made * (1 + disturbed * draw(-0.06, 0.06, 3)) + disturbed * draw(-0.06, 0.06, 3)
         made = made + torch.randn_like(made) * disturbed * draw(0, 1).square() * 0.12
         return made.clamp_(-1, 1)
 
     def make(self, batch: Batch, coded: int) -> Tensor:
         """Reduced images of a batch; the first `coded` come out of the tokenizer."""
-        pictures = self.painter.paint(batch)
+        images = self.painter.paint(batch)
         if coded:
-            pictures[:coded] = self.recode(pictures[:coded])
-        made = self.disturb(F.avg_pool2d(pictures, POOLING))
+            images[:coded] = self.recode(images[:coded])
+        made = self.disturb(F.avg_pool2d(images, POOLING))
         return made.contiguous(memory_format=torch.channels_last)
 
 
@@ -216,13 +216,13 @@ def learning_rate(progress: float) -> float:
 
 def train(
     recognizer: Recognizer,
-    pictures: Pictures,
+    source: ImageSource,
     scenes: Iterator[Batch],
     options: dict[str, Any],
     seconds: float,
     log: Log,
 ) -> Average:
-    where, batch, base = pictures.where, options["batch"], options["learning_rate"]
+    where, batch, base = source.where, options["batch"], options["learning_rate"]
     run: Callable[..., tuple[Tensor, Tensor, Tensor]] = recognizer
     if where.type == "cuda":
         recognizer.to(memory_format=torch.channels_last)
@@ -232,14 +232,14 @@ def train(
     groups = [{"params": matrices, "weight_decay": 0.02}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, base, betas=(0.9, 0.98), fused=True)
     average = Average([recognizer], options["average"])
-    palette, weights = pictures.palette.to(where), torch.tensor((1.0, 1.0, 0.5, 0.5), device=where)
-    side = pictures.painter.side // POOLING // STRIDE
+    palette, weights = source.palette.to(where), torch.tensor((1.0, 1.0, 0.5, 0.5), device=where)
+    side = source.painter.side // POOLING // STRIDE
 
     def step(progress: float | None) -> Tensor:
         for group in optimizer.param_groups:
             group["lr"] = 0.0 if progress is None else base * learning_rate(progress)
-        drawn = pictures.spoil(next(scenes))
-        made, wanted = pictures.make(drawn, options["coded"]), targets(drawn, pictures.objects, palette, side, where)
+        drawn = source.spoil(next(scenes))
+        made, wanted = source.make(drawn, options["coded"]), targets(drawn, source.objects, palette, side, where)
         with autocast(where):
             heat, what, color = run(made, wanted.cells)
         loss = losses(heat.float(), what.float(), color.float(), wanted)
@@ -306,7 +306,7 @@ def compare(scene: Scene, found: list[Detection], vocabulary: dict[str, Any]) ->
 
 
 def measure(
-    recognizer: Recognizer, pictures: Pictures, vocabulary: dict[str, Any], options: dict[str, Any], log: Log
+    recognizer: Recognizer, source: ImageSource, vocabulary: dict[str, Any], options: dict[str, Any], log: Log
 ) -> dict[str, float]:
     """Share of scenes that are told exactly right: things, counts, places, colors of shapes."""
     drawer, rng = Scenes(vocabulary), np.random.default_rng(10**6 + 1)
@@ -317,9 +317,9 @@ def measure(
     for i in range(0, len(scenes), size):
         part = scenes[i : i + size]
         # Always of one size, which is what the tokenizer was compiled for.
-        shown = pictures.painter.paint(batch_of((part * size)[:size], vocabulary, lexicon))
+        shown = source.painter.paint(batch_of((part * size)[:size], vocabulary, lexicon))
         painted += recognizer.detect(shown)[: len(part)]
-        coded += recognizer.detect(pictures.recode(shown, faulty=False))[: len(part)]
+        coded += recognizer.detect(source.recode(shown, faulty=False))[: len(part)]
     result = {}
     for name, found in (("painted", painted), ("through the tokenizer", coded)):
         errors = [compare(s, f, vocabulary) for s, f in zip(scenes, found, strict=True)]
@@ -349,14 +349,14 @@ def main() -> None:
     tokenizer = load_tokenizer(source, config).to(where).eval().requires_grad_(False)
     recognizer = build(vocabulary, options).to(where)
     log(f"{sum(p.numel() for p in recognizer.parameters()) / 1e6:.1f} M parameters")
-    pictures = Pictures(painter, tokenizer, vocabulary, config["grids"])
+    image_source = ImageSource(painter, tokenizer, vocabulary, config["grids"])
     scenes = stream(config["seed"] + 7, options["batch"], config["workers"], jitter=3.0)
     seconds = parsed.seconds or options["seconds"]
-    average = train(recognizer, pictures, scenes, options, seconds, log)
+    average = train(recognizer, image_source, scenes, options, seconds, log)
     average.swap()
     ship(recognizer.to(memory_format=torch.contiguous_format), options, parsed.run / "recognizer")
     shipped = load_recognizer(where, parsed.run / "recognizer")  # measured as it will be used: in 8 bits
-    measure(shipped, pictures, vocabulary, options, log)
+    measure(shipped, image_source, vocabulary, options, log)
 
 
 if __name__ == "__main__":

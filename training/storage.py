@@ -31,11 +31,11 @@ def measure(source: Path, config: dict[str, Any], painter: Painter, scenes: int)
     losses, qualities = [], []
     for i in range(0, scenes, 4):
         batch = batch_of(drawn[i : i + 4], vocabulary, trainer.lexicon)
-        pictures = painter.paint(batch)
-        features = trainer.tokenizer.encode_features(pictures)
+        images = painter.paint(batch)
+        features = trainer.tokenizer.encode_features(images)
         losses.append(trainer.losses(features, batch, config["grids"]))
         total = quantize(trainer.tokenizer, features, grids(config["grids"]), trainer.whole).total
-        qualities.append(psnr(trainer.tokenizer.decode(total), pictures))
+        qualities.append(psnr(trainer.tokenizer.decode(total), images))
     return torch.stack(losses).mean(0), float(torch.cat(qualities).mean())
 
 

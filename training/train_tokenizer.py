@@ -65,9 +65,9 @@ def train(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], clo
     while not clock.over:
         for group in optimizer.param_groups:
             group["lr"] = options["learning_rate"] * learning_rate(clock.progress)
-        pictures = painter.paint(next(scenes)).contiguous(memory_format=torch.channels_last)
+        images = painter.paint(next(scenes)).contiguous(memory_format=torch.channels_last)
         with autocast(where):
-            features = encoder(pictures).float()
+            features = encoder(images).float()
         kind = torch.rand(batch, device=where)
         raw = kind < options["unquantized"]
         cut, n = kind > 1 - options["truncated"], len(schedule)
@@ -83,7 +83,7 @@ def train(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], clo
         commitment = (features - total).square()[~cut].mean()
         amplitude = (features.std((0, 2, 3)) - options["amplitude"]).square().mean()
         center = features.mean((0, 2, 3)).square().mean()
-        loss = difference(made, pictures) + options["commitment"] * commitment + amplitude + 0.1 * center
+        loss = difference(made, images) + options["commitment"] * commitment + amplitude + 0.1 * center
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(tokenizer.parameters(), 1.0)
@@ -91,7 +91,7 @@ def train(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], clo
         average.update()
         step += 1
         if step % 200 == 0 or step == 1:
-            quality = psnr(made.detach().clamp(-1, 1), pictures).mean()
+            quality = psnr(made.detach().clamp(-1, 1), images).mean()
             log(
                 f"step {step} {clock.elapsed:.0f} s loss {loss.item():.4f} psnr {quality:.2f} "
                 f"commitment {commitment:.4f} std {features.std():.3f}"
@@ -106,13 +106,13 @@ def accept(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], lo
     vocabulary = read_vocabulary()
     rng = np.random.default_rng(10**6)
     scenes = [Scenes(vocabulary).draw(rng) for _ in range(64 if config["side"] == 512 else 8)]
-    pictures = painter.paint(batch_of(scenes, vocabulary, Lexicon(words_of(vocabulary))))
+    images = painter.paint(batch_of(scenes, vocabulary, Lexicon(words_of(vocabulary))))
     schedule = grids(config["grids"])
-    features = torch.cat([tokenizer.encode_features(p) for p in pictures.split(16)])
+    features = torch.cat([tokenizer.encode_features(p) for p in images.split(16)])
     total = quantize(tokenizer, features, schedule, schedule).total
 
     def quality(maps: Tensor) -> Tensor:
-        return psnr(torch.cat([tokenizer.decode(m) for m in maps.split(16)]), pictures)
+        return psnr(torch.cat([tokenizer.decode(m) for m in maps.split(16)]), images)
 
     full, raw = quality(total), quality(features)
     std, rest = features.std().item(), (features - total).square().mean().sqrt().item()
@@ -123,7 +123,7 @@ def accept(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], lo
         part = quality(quantize(tokenizer, features, schedule, schedule, until=until).total)
         log(f"{n} scales: psnr {part.mean():.2f}")
     made = tokenizer.decode(total[:12])
-    pairs = [p for both in zip(to_pil(pictures[:12]), to_pil(made), strict=True) for p in both]
+    pairs = [p for both in zip(to_pil(images[:12]), to_pil(made), strict=True) for p in both]
     titles = [t for s, q in zip(scenes[:12], full, strict=False) for t in (s.caption, f"{q:.1f} dB")]
     sheet(pairs, titles, 8).save(folder / "tokenizer.png")
     good = full.mean() >= 34 and 0.6 <= std <= 0.9 and rest < 0.3 and raw.mean() >= full.mean()

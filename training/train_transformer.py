@@ -154,9 +154,9 @@ class Trainer:
         start = self.options["decay_from"]
         return min(1.0, progress / 0.01 + 0.05) * min(1.0, (1 - progress) / (1 - start) + 0.01)
 
-    def encoded(self, pictures: Tensor) -> Tensor:
+    def encoded(self, images: Tensor) -> Tensor:
         with torch.no_grad(), autocast(self.where):
-            return torch.cat([self.encode(p).float() for p in pictures.split(64)])
+            return torch.cat([self.encode(p).float() for p in images.split(64)])
 
     def losses(self, features: Tensor, batch: Batch, count: int) -> Tensor:
         """Binary cross-entropy per grid, nats per bit; random flips and text dropout included."""
@@ -282,7 +282,7 @@ def train(trainer: Trainer, stage: dict[str, Any], painter: Painter, clock: Cloc
 def draw_sheet(trainer: Trainer, path: Path, count: int, prompts: tuple[str, ...]) -> None:
     """The fixed prompts, seeds 0, 1, ..., from the first `count` grids."""
     pipe = trainer.pipeline()
-    pictures: list[Any] = []
+    images: list[Any] = []
 
     def stop(end: Any) -> bool | None:
         return False if end.scale.index + 1 >= count else None
@@ -291,8 +291,8 @@ def draw_sheet(trainer: Trainer, path: Path, count: int, prompts: tuple[str, ...
     for i in range(0, len(prompts), 16):
         some = prompts[i : i + 16]
         seeds = list(range(i, i + len(some)))
-        pictures += pipe(some, seed=seeds, callback_on_scale_end=stop, pixel_budget=budget).images
-    sheet(pictures, prompts, 8, 160).save(path)
+        images += pipe(some, seed=seeds, callback_on_scale_end=stop, pixel_budget=budget).images
+    sheet(images, prompts, 8, 160).save(path)
 
 
 def main() -> None:

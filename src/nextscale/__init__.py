@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nextscale.version import __version__
 
 if TYPE_CHECKING:
-    from nextscale.checkpoints.official import from_official
+    from nextscale.official import from_official
     from nextscale.engine.callback import ScaleEnd
     from nextscale.engine.output import Output
     from nextscale.errors import NextscaleError
@@ -59,7 +59,7 @@ _HOMES = {
     "Output": "engine.output",
     "Pipeline": "pipeline",
     "ScaleEnd": "engine.callback",
-    "from_official": "checkpoints.official",
+    "from_official": "official",
     "to_pil": "io.images",
     "verify": "research.verify",
 }

@@ -11,7 +11,7 @@ from support.pipelines import DATA
 
 from nextscale.checkpoints.families import FAMILIES, family_of, infer_config, rename
 from nextscale.checkpoints.load import check
-from nextscale.checkpoints.official import LiveState
+from nextscale.official import LiveState
 from nextscale.models.registry import INFINITY_SIZES, MODELS, infinity_config, published
 
 MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))

@@ -311,7 +311,7 @@ def test_the_version_and_what_a_start_loads() -> None:
 
 def test_names_of_the_package() -> None:
     importlib.import_module("nextscale.research.verify.base")
-    assert nextscale.research.verify is importlib.import_module("nextscale.research.verify").verify
+    assert nextscale.verify is importlib.import_module("nextscale.research.verify").verify
     assert nextscale.Pipeline is importlib.import_module("nextscale.pipeline").Pipeline
     assert nextscale.methods is sys.modules["nextscale.methods"]
     for name in nextscale.__all__:

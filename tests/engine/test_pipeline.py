@@ -237,11 +237,11 @@ def test_estimated_cache_is_what_a_run_reserves(any_pipe, monkeypatch) -> None:
     runs = []
     original = eager.GenerationState
 
-    def remember(*args):
+    def load(*args):
         runs.append(original(*args))
         return runs[-1]
 
-    monkeypatch.setattr(eager, "GenerationState", remember)
+    monkeypatch.setattr(eager, "GenerationState", load)
     pipe, reserved = any_pipe, []
     options = {"pixel_budget": pipe.spec.pixel_budget} if pipe.spec.pixel_budget else {}
     ask(pipe, 2, callback_on_scale_end=lambda e: reserved.append(sum(c.nbytes for c in runs[0].kv)), **options)

@@ -14,17 +14,19 @@ import numpy as np
 import pytest
 import torch
 from support.fences import fenced, fences, some, whole
-from support.plain import Array, attention, close, cosine, eight_bits, halves, pairs, plain
+from support.plain import Array, attention, close, close_fp8, cosine, halves, pairs, plain
 from torch import Tensor, nn
 
-from nextscale.kernels.fp8 import FORMAT, Reads
+from nextscale.kernels.fp8 import FP8_DTYPE, InputFormat
 from nextscale.kernels.triton import absorbed_cross_attention as absorbed_cross_attention_kernels
+from nextscale.kernels.triton import flash_attention as flash_attention_kernels
+from nextscale.kernels.triton import flash_tiles
 from nextscale.kernels.triton import kv_store as kv_store_kernels
 from nextscale.kernels.triton import short_kv_attention as short_kv_attention_kernels
 from nextscale.kernels.triton import varlen_attention as varlen_attention_kernels
 from nextscale.kernels.triton.absorbed_cross_attention import fused_fold, fused_softmax
-from nextscale.kernels.triton.attention import fused
-from nextscale.kernels.triton.flash_tiles import shares_of_keys, shares_on_device
+from nextscale.kernels.triton.flash_attention import fused_attention
+from nextscale.kernels.triton.flash_tiles import num_kv_splits, num_kv_splits_on_device
 from nextscale.kernels.triton.kv_store import split_and_store
 from nextscale.methods.selection import Packed
 
@@ -52,85 +54,102 @@ def hidden(k: Tensor, length: list[int]) -> Tensor:
 
 
 @triton.jit
-def _decide(found_at, items, keys, processors, FEW: tl.constexpr, SOME: tl.constexpr):
-    tl.store(found_at, shares_on_device(items, keys, processors, FEW, SOME))
+def _decide(found_ptr, items, keys, num_sms, IDLE: tl.constexpr, BUSY: tl.constexpr):
+    tl.store(found_ptr, num_kv_splits_on_device(items, keys, num_sms, IDLE, BUSY))
 
 
-TUNED = {"BLOCK_Q": 16, "BLOCK_K": 16, "num_warps": 4}
+CONFIG = {"BLOCK_Q": 16, "BLOCK_K": 16, "num_warps": 4}
 
 
-@pytest.mark.parametrize("shares", [1, 2, 4])
+def split_keys(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    """Small blocks, and so many programs that share the keys."""
+    monkeypatch.setattr(flash_attention_kernels, "block_config", lambda *sizes: dict(CONFIG))
+    monkeypatch.setattr(flash_attention_kernels, "num_kv_splits", lambda *sizes: splits)
+
+
+def min_keys(monkeypatch: pytest.MonkeyPatch, idle: int, busy: int) -> None:
+    """So many keys are worth a program."""
+    for module in (flash_tiles, varlen_attention_kernels):
+        monkeypatch.setattr(module, "MIN_KEYS_IDLE", idle)
+        monkeypatch.setattr(module, "MIN_KEYS_BUSY", busy)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize(("queries", "length", "more"), [(1, [1, 16], [0, 1]), (17, [33, 5], [15, 16])])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_attention(shares: int, queries: int, length: list[int], more: list[int], entropy: bool) -> None:
-    """With four shares some of them have no key."""
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_attention(
+    monkeypatch, splits: int, queries: int, length: list[int], more: list[int], return_entropy: bool
+) -> None:
+    """With four splits some of them have no key."""
+    split_keys(monkeypatch, splits)
     total = [a + b for a, b in zip(length, more, strict=True)]
     q, k, v = heads_inside(2, 2, queries, 32), some(2, 2, 50, 32), heads_inside(2, 2, 50, 32)
     q *= 2
     hidden(k, total), hidden(v, total)
-    seen, spread = fused(q, k, v, 0.3, whole(*length), whole(*more), entropy, SHARES=shares, **TUNED)
+    output, entropy = fused_attention(q, k, v, 0.3, whole(*length), whole(*more), return_entropy)
     exact, right = attention(q, k, v, 0.3, total)
-    close(seen, exact)
-    assert (spread is not None) == entropy
-    if spread is not None:
-        close(spread, right)
+    close(output, exact)
+    assert (entropy is not None) == return_entropy
+    if entropy is not None:
+        close(entropy, right)
 
 
-def test_attention_over_all_keys() -> None:
+def test_attention_over_all_keys(monkeypatch) -> None:
+    split_keys(monkeypatch, 1)
     q, k, v = some(1, 3, 5, 32), some(1, 3, 33, 32), some(1, 3, 33, 32)
-    seen, spread = fused(q, k, v, 0.3, None, None, True, SHARES=1, **TUNED)
+    output, entropy = fused_attention(q, k, v, 0.3, None, None, True)
     exact, right = attention(q, k, v, 0.3)
-    close(seen, exact)
-    close(spread, right)
+    close(output, exact)
+    close(entropy, right)
 
 
-@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(("length", "more"), [([0, 17, 16], [16, 1, 33]), ([50, 1, 40], [0, 40, 0])])
-def test_attention_whose_newest_keys_lie_apart(shares: int, length: list[int], more: list[int]) -> None:
-    """Of a row all keys may lie there, or none."""
+def test_attention_whose_newest_keys_lie_apart(monkeypatch, splits: int, length: list[int], more: list[int]) -> None:
+    """All keys of a row may be of the last scale, or none."""
+    split_keys(monkeypatch, splits)
     q, k, v = heads_inside(3, 2, 17, 32), some(3, 2, 50, 32), heads_inside(3, 2, 50, 32)
-    tail = heads_inside(3, 2, 40, 32), heads_inside(3, 2, 40, 32)
-    for t, n in ((k, length), (v, length), (tail[0], more), (tail[1], more)):
+    last_kv = heads_inside(3, 2, 40, 32), heads_inside(3, 2, 40, 32)
+    for t, n in ((k, length), (v, length), (last_kv[0], more), (last_kv[1], more)):
         hidden(t, n)
-    seen, spread = fused(q, k, v, 0.3, whole(*length), whole(*more), True, tail, SHARES=shares, **TUNED)
+    output, entropy = fused_attention(q, k, v, 0.3, whole(*length), whole(*more), True, last_kv)
     joined = (
         torch.stack([torch.cat((a[r, :, :n], b[r], a[r, :, n:]), 1) for r, n in enumerate(length)])
-        for a, b in zip((k, v), tail, strict=True)
+        for a, b in zip((k, v), last_kv, strict=True)
     )
     exact, right = attention(q, *joined, 0.3, [a + b for a, b in zip(length, more, strict=True)])
-    close(seen, exact)
-    close(spread, right)
+    close(output, exact)
+    close(entropy, right)
 
 
-@pytest.mark.parametrize("processors", [132, 1], ids=["a round", "rounds"])
+@pytest.mark.parametrize("num_sms", [132, 1], ids=["a round", "rounds"])
 @pytest.mark.parametrize(
     ("queries", "keys", "length"),
     [(1, 1, [1, 1]), (16, 15, [15, 1]), (17, 16, [3, 16]), (130, 17, [16, 17]), (65, 128, None)],
 )
-def test_attention_over_few_keys(
-    monkeypatch, processors: int, queries: int, keys: int, length: list[int] | None
-) -> None:
-    monkeypatch.setattr(short_kv_attention_kernels, "processors", lambda _: processors)
+def test_attention_over_few_keys(monkeypatch, num_sms: int, queries: int, keys: int, length: list[int] | None) -> None:
+    monkeypatch.setattr(short_kv_attention_kernels, "num_sms", lambda _: num_sms)
     q, k, v = heads_inside(2, 3, queries, 32), some(2, 3, keys, 32), heads_inside(2, 3, keys, 32)
     lengths = None
     if length is not None:
         hidden(k, length), hidden(v, length)
         lengths = whole(*length)
-    seen, _ = fused(q, k, v, 0.3, lengths)
-    assert seen.transpose(1, 2).is_contiguous(), "as the projection reads it"
-    close(seen, attention(q, k, v, 0.3, length)[0])
+    output, _ = fused_attention(q, k, v, 0.3, lengths)
+    assert output.transpose(1, 2).is_contiguous(), "as the projection reads it"
+    close(output, attention(q, k, v, 0.3, length)[0])
 
 
-@pytest.mark.parametrize(
-    "tuned", [{}, {"SHARES": 1, **TUNED}, {"SHARES": 2, **TUNED}], ids=["few keys", "walk", "join"]
-)
-def test_attention_in_front_of_8_bits(tuned: dict[str, int]) -> None:
+@pytest.mark.parametrize("splits", [0, 1, 2], ids=["few keys", "walk", "merge"])
+def test_attention_in_front_of_fp8(monkeypatch, splits: int) -> None:
+    if splits:
+        monkeypatch.setattr(flash_attention_kernels, "SHORT_KV", 0)
+        split_keys(monkeypatch, splits)
     q, k, v = heads_inside(2, 2, 9, 32), some(2, 2, 20, 32), some(2, 2, 20, 32)
-    v[0, 0, 0] = 1e6  # too large for 8 bits
-    seen, _ = fused(q, k, v, 0.3, whole(20, 7), reads=Reads(FORMAT, 4.0), **tuned)
+    v[0, 0, 0] = 1e6  # too large for FP8
+    output, _ = fused_attention(q, k, v, 0.3, whole(20, 7), input_format=InputFormat(FP8_DTYPE, 4.0))
     exact = attention(q, k, v, 0.3, [20, 7])[0] * 4
     assert exact.max() > 448
-    eight_bits(seen, exact)
+    close_fp8(output, exact)
 
 
 def packed(counts: Sequence[int], cells: int, capacity: int) -> tuple[Packed, list[Tensor]]:
@@ -151,7 +170,7 @@ def one_by_one(rows: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
         first += n
 
 
-# Queries and earlier keys of rows, and in how many shares processors look at the keys.
+# Queries and earlier keys of rows, splits of the keys, and SMs.
 PACKED = [
     ([0, 1], [0, 0], 1, 2),
     ([1, 0], [31, 200], 4, 8),
@@ -165,20 +184,20 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize(("counts", "length", "shares", "processors"), PACKED)
+@pytest.mark.parametrize(("counts", "length", "splits", "num_sms"), PACKED)
 @pytest.mark.parametrize(
-    ("apart", "entropy", "dtype"),
+    ("apart", "return_entropy", "dtype"),
     [(False, True, torch.int32), (True, False, torch.long)],
-    ids=["entropy", "tail"],
+    ids=["entropy", "last scale"],
 )
-def test_packed_attention(monkeypatch, counts, length, shares, processors, apart, entropy, dtype) -> None:
-    """Rows have any number of queries, and shares any number of keys; nobody looks behind them."""
-    tuned = {"FEW": 9999, "SOME": 9999} if shares == 1 else {"FEW": 4, "SOME": 4}
-    tuned |= {"BLOCK_Q": 32, "BLOCK_K": 32, "num_warps": 4}
+def test_packed_attention(monkeypatch, counts, length, splits, num_sms, apart, return_entropy, dtype) -> None:
+    """Rows have any number of queries, and splits any number of keys; nobody looks behind them."""
+    min_keys(monkeypatch, *((9999, 9999) if splits == 1 else (4, 4)))
+    monkeypatch.setattr(varlen_attention_kernels, "BLOCKS", {"BLOCK_Q": 32, "BLOCK_K": 32, "num_warps": 4})
     items = 2 * sum(-(-n // 32) for n in counts)
     keys = max(a + b if a else 0 for a, b in zip(counts, length, strict=True))
-    assert shares_of_keys(items, keys, processors, tuned["FEW"], tuned["SOME"]) == shares or not items
-    monkeypatch.setattr(varlen_attention_kernels, "processors", lambda _: processors)
+    assert num_kv_splits(items, keys, num_sms) == splits or not items
+    monkeypatch.setattr(varlen_attention_kernels, "num_sms", lambda _: num_sms)
     rows, total = len(counts), [a + b for a, b in zip(counts, length, strict=True)]
     chosen, _ = packed(counts, max(*counts, 1), sum(counts) + 20)
     q = heads_inside(1, 2, sum(counts) + 20, 32)
@@ -192,65 +211,64 @@ def test_packed_attention(monkeypatch, counts, length, shares, processors, apart
             for row, (n, more) in enumerate(zip(length, counts, strict=True)):
                 there[row, :, :more] = here[row, :, n : n + more]
             hidden(here, length)
-    tickets = fenced(torch.zeros(3 * processors, dtype=torch.int32))
-    monkeypatch.setattr(varlen_attention_kernels, "tickets", lambda _: tickets)
+    counters = fenced(torch.zeros(3 * num_sms, dtype=torch.int32))
+    monkeypatch.setattr(varlen_attention_kernels, "counters", lambda _: counters)
     lengths = fenced(torch.tensor(length, dtype=dtype))
-    seen, spread = fused(q, k, v, 0.3, lengths, None, entropy, behind, chosen=chosen, grown=True, **tuned)
-    assert not tickets.any(), "for the next call"
-    assert seen.shape == q.shape
-    assert seen.transpose(1, 2).is_contiguous(), "as the projection reads it"
-    assert (spread is not None) == entropy
-    spreads = one_by_one(q[:, 0, :, 0] if spread is None else spread, counts)
-    for row, (asked, found, told) in enumerate(
-        zip(one_by_one(q, counts), one_by_one(seen, counts), spreads, strict=True)
+    output, entropy = fused_attention(q, k, v, 0.3, lengths, None, return_entropy, behind, chosen=chosen, grown=True)
+    assert not counters.any(), "for the next call"
+    assert output.shape == q.shape
+    assert output.transpose(1, 2).is_contiguous(), "as the projection reads it"
+    assert (entropy is not None) == return_entropy
+    entropies = one_by_one(q[:, 0, :, 0] if entropy is None else entropy, counts)
+    for row, (queries, found, spread) in enumerate(
+        zip(one_by_one(q, counts), one_by_one(output, counts), entropies, strict=True)
     ):
         if counts[row]:
-            exact, right = attention(asked, all_k[row : row + 1], all_v[row : row + 1], 0.3, [total[row]])
+            exact, right = attention(queries, all_k[row : row + 1], all_v[row : row + 1], 0.3, [total[row]])
             close(found, exact)
-            if entropy:
-                close(told, right)
+            if return_entropy:
+                close(spread, right)
 
 
-def test_packed_queries_share_keys_as_others_do() -> None:
+def test_packed_queries_split_keys_as_others_do(monkeypatch) -> None:
     """The device and the host decide alike."""
+    min_keys(monkeypatch, 4, 8)
     decided = {}
-    for items, keys, processors in itertools.product(
-        (1, 2, 3, 4, 5, 7, 8, 9, 12, 13), (7, 8, 16, 31, 32, 64), (1, 4, 16)
-    ):
+    for items, keys, num_sms in itertools.product((1, 2, 3, 4, 5, 7, 8, 9, 12, 13), (7, 8, 16, 31, 32, 64), (1, 4, 16)):
         found = torch.zeros(1, dtype=torch.int32)
-        _decide[(1,)](found, items, keys, processors, FEW=4, SOME=8)
-        decided[items, keys, processors] = int(found)
-        assert int(found) == shares_of_keys(items, keys, processors, 4, 8)
+        _decide[(1,)](found, items, keys, num_sms, IDLE=4, BUSY=8)
+        decided[items, keys, num_sms] = int(found)
+        assert int(found) == num_kv_splits(items, keys, num_sms)
     assert set(decided.values()) == {1, 2, 4}
 
 
-@pytest.mark.parametrize("shares", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float16, FORMAT], ids=["16 bits", "8 bits"])
-def test_packed_attention_as_a_layer_reads_it(monkeypatch, shares: int, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(varlen_attention_kernels, "processors", lambda _: 8)
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, FP8_DTYPE], ids=["16 bits", "fp8"])
+def test_packed_attention_as_a_layer_reads_it(monkeypatch, splits: int, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(varlen_attention_kernels, "num_sms", lambda _: 8)
     counts, length = [3, 17], [60, 40]
     chosen, _ = packed(counts, 30, 64)
     q, k, v = heads_inside(1, 2, 64, 32), some(2, 2, 80, 32), some(2, 2, 80, 32)
-    v[0, 0, 0] = 1e4  # too large for 8 bits
-    few = 8 if shares > 1 else 9999
-    seen, _ = fused(
-        q, k, v, 0.3, whole(*length), reads=Reads(dtype, 4.0), chosen=chosen, grown=True, FEW=few, SOME=few, **TUNED
-    )
-    for row, (asked, found) in enumerate(zip(one_by_one(q, counts), one_by_one(seen, counts), strict=True)):
-        exact, _ = attention(asked, k[row : row + 1], v[row : row + 1], 0.3, [length[row] + counts[row]])
-        if dtype == FORMAT:
-            eight_bits(found, exact * 4)
+    v[0, 0, 0] = 1e4  # too large for FP8
+    min_keys(monkeypatch, *((8, 8) if splits > 1 else (9999, 9999)))
+    monkeypatch.setattr(varlen_attention_kernels, "BLOCKS", CONFIG)
+    wanted = InputFormat(dtype, 4.0)
+    output, _ = fused_attention(q, k, v, 0.3, whole(*length), input_format=wanted, chosen=chosen, grown=True)
+    for row, (queries, found) in enumerate(zip(one_by_one(q, counts), one_by_one(output, counts), strict=True)):
+        exact, _ = attention(queries, k[row : row + 1], v[row : row + 1], 0.3, [length[row] + counts[row]])
+        if dtype == FP8_DTYPE:
+            close_fp8(found, exact * 4)
         else:
             assert found.dtype == dtype
             close(found, exact, 2e-3)
 
 
-@pytest.mark.parametrize("processors", [3, 1], ids=["a round", "rounds"])
+@pytest.mark.parametrize("num_sms", [3, 1], ids=["a round", "rounds"])
 @pytest.mark.parametrize("capacity", [300, 8], ids=["", "few"])
 @pytest.mark.parametrize("keys", [17, 130], ids=["held", "walked"])
-def test_packed_queries_over_a_text(monkeypatch, processors: int, capacity: int, keys: int) -> None:
+def test_packed_queries_over_a_text(monkeypatch, num_sms: int, capacity: int, keys: int) -> None:
     for module in (short_kv_attention_kernels, varlen_attention_kernels):
-        monkeypatch.setattr(module, "processors", lambda _: processors)
+        monkeypatch.setattr(module, "num_sms", lambda _: num_sms)
     for counts in ([0, 8], [8, 0], [0, 0], [3, 5]) if capacity == 8 else ([17, 130, 5], [1, 0, 297]):
         rows = len(counts)
         length = [keys, 5, keys - 1][:rows]
@@ -258,10 +276,10 @@ def test_packed_queries_over_a_text(monkeypatch, processors: int, capacity: int,
         q, k, v = heads_inside(1, 3, capacity, 32), some(rows, 3, keys, 32), heads_inside(rows, 3, keys, 32)
         q[:, :, sum(counts) :] = math.nan
         hidden(k, length), hidden(v, length)
-        seen, _ = fused(q, k, v, 0.3, whole(*length), chosen=chosen)
-        for row, (asked, found) in enumerate(zip(one_by_one(q, counts), one_by_one(seen, counts), strict=True)):
+        output, _ = fused_attention(q, k, v, 0.3, whole(*length), chosen=chosen)
+        for row, (queries, found) in enumerate(zip(one_by_one(q, counts), one_by_one(output, counts), strict=True)):
             if counts[row]:
-                close(found, attention(asked, k[row : row + 1], v[row : row + 1], 0.3, [length[row]])[0])
+                close(found, attention(queries, k[row : row + 1], v[row : row + 1], 0.3, [length[row]])[0])
 
 
 def some_positions(turn: str, rows: int, cells: int, width: int) -> Tensor:
@@ -321,7 +339,7 @@ def test_keys_and_values_of_packed_tokens(
     monkeypatch, turn: str, own: int, normed: bool, counts: list[int], starts: torch.dtype | None
 ) -> None:
     """Of their rows, to their rows; what lies behind all of them goes nowhere."""
-    monkeypatch.setattr(kv_store_kernels, "processors", lambda _: 1)
+    monkeypatch.setattr(kv_store_kernels, "num_sms", lambda _: 1)
     rows, total, heads, width, cells, room = len(counts), sum(counts), 2, 32, 20, 29
     scale = fenced(torch.tensor(COSINE).view(1, heads, 1, 1)) if normed else None
     attn = SimpleNamespace(log_scale=scale, pairs=turn == "pairs")

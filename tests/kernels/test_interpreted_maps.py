@@ -18,8 +18,8 @@ from support.plain import (
     Array,
     bit_entropy,
     close,
+    close_fp8,
     conv,
-    eight_bits,
     folded,
     group_norm,
     layer_norm,
@@ -31,8 +31,8 @@ from support.plain import (
 )
 from torch import Tensor, nn
 
-from nextscale.kernels.fp8 import FORMAT, Reads
-from nextscale.kernels.logit_lens import BitHead, Filled, Look
+from nextscale.kernels.fp8 import FP8_DTYPE, InputFormat
+from nextscale.kernels.logit_lens import BitHead, BitStats, RestoredState
 from nextscale.kernels.triton import group_norm as group_norm_kernels
 from nextscale.kernels.triton import linear_fp32 as linear_fp32_kernels
 from nextscale.kernels.triton import restored_logit_lens as restored_logit_lens_kernels
@@ -40,8 +40,8 @@ from nextscale.kernels.triton.bit_sampling import fused_combine, fused_draw, fus
 from nextscale.kernels.triton.conv import fused_conv
 from nextscale.kernels.triton.conv_out import fused_norm_and_conv
 from nextscale.kernels.triton.feature_maps import fused_add, fused_inputs
-from nextscale.kernels.triton.logit_lens import fused_head, fused_lens
-from nextscale.kernels.triton.restored_logit_lens import fused_lens_of_filled
+from nextscale.kernels.triton.logit_lens import fused_head, fused_logit_lens
+from nextscale.kernels.triton.restored_logit_lens import fused_restored_logit_lens
 from nextscale.methods.selection import Packed
 
 
@@ -65,19 +65,19 @@ def a_norm(groups: int, channels: int) -> nn.GroupNorm:
 
 
 @pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("parts", [264, 2], ids=["many parts", "two parts"])
+@pytest.mark.parametrize("splits", [264, 2], ids=["many splits", "two splits"])
 @pytest.mark.parametrize(("groups", "channels", "size"), [(8, 8, (1, 1)), (8, 64, (5, 13)), (4, 256, (7, 19))])
-def test_group_norm(monkeypatch, silu: bool, parts: int, groups: int, channels: int, size: tuple[int, int]) -> None:
-    monkeypatch.setattr(group_norm_kernels, "PARTS", parts)
+def test_group_norm(monkeypatch, silu: bool, splits: int, groups: int, channels: int, size: tuple[int, int]) -> None:
+    monkeypatch.setattr(group_norm_kernels, "MAX_SPLITS", splits)
     norm, x, h, offset = a_norm(groups, channels), a_map(2, channels, *size), a_map(2, channels, *size), some(channels)
-    plus, same = plain(offset)[:, None, None], Reads(torch.float32)
+    plus, same = plain(offset)[:, None, None], InputFormat(torch.float32)
     close(
         group_norm_kernels.fused_norm(x, offset, norm, silu, False, None, same), group_norm(plain(x) + plus, norm, silu)
     )
     exact = group_norm(plain(x), norm, silu)
-    eight_bits(group_norm_kernels.fused_norm(x, None, norm, silu, False, None, Reads(FORMAT, 16.0)), exact * 16)
+    close_fp8(group_norm_kernels.fused_norm(x, None, norm, silu, False, None, InputFormat(FP8_DTYPE, 16.0)), exact * 16)
     total = plain(x) + plain(h) + plus
-    joined, sums = group_norm_kernels.fused_join(x, h, offset, groups)
+    joined, sums = group_norm_kernels.fused_add(x, h, offset, groups)
     assert joined.data_ptr() == h.data_ptr(), "in its place"
     close(joined, total)
     known_sums(sums, total)
@@ -101,7 +101,7 @@ def test_a_norm_of_many_sums() -> None:
     exact = np.stack((groups.sum(-1), (groups**2).sum(-1)), 1)[..., None] * plain(share / share.sum())
     sums = fenced(torch.from_numpy(exact).float())
     close(
-        group_norm_kernels.fused_norm(x, None, norm, True, False, sums, Reads(torch.float32)),
+        group_norm_kernels.fused_norm(x, None, norm, True, False, sums, InputFormat(torch.float32)),
         group_norm(plain(x), norm, True),
     )
 
@@ -111,7 +111,7 @@ def test_a_norm_of_many_sums() -> None:
     [(128, 128, (9, 17), True), (128, 256, (17, 3), False), (256, 128, (1, 1), True)],
 )
 def test_a_convolution(channels: int, outputs: int, size: tuple[int, int], joined: bool) -> None:
-    """With its descriptors of tiles, in float32 instead of 8 bits."""
+    """With its descriptors of tiles, in float32 instead of FP8."""
     x, term = a_map(2, channels, *size, by=1.0), some(outputs)
     weight = fenced((torch.randn(outputs, channels, 3, 3) / 30).contiguous(memory_format=torch.channels_last))
     other = a_map(2, outputs, *size) if joined else None
@@ -150,8 +150,8 @@ def test_bits(shape: tuple[int, int, int]) -> None:
     found = fused_combine(rows, images, 2.5, 0.7)
     close(found, 0.7 * (2.5 * plain(rows[:images]) - 1.5 * plain(rows[images:])))
     weight, one, by = torch.tensor([2.5, 1.0, 0.7], dtype=torch.float64).unbind()
-    for told in ((weight, by), (2.5, by), (weight, 0.7)):
-        assert torch.equal(fused_combine(rows, images, *told), found)
+    for on_device in ((weight, by), (2.5, by), (weight, 0.7)):
+        assert torch.equal(fused_combine(rows, images, *on_device), found)
     endless = torch.cat((rows[:images], torch.full_like(rows[images:], torch.inf)))
     assert torch.equal(fused_combine(endless, images, one, 1.0), rows[:images])
     logits = some(images, tokens, bits, 2, by=3.0)
@@ -168,11 +168,11 @@ def test_bits(shape: tuple[int, int, int]) -> None:
         race = p / plain(noise)
         assert (np.abs(race[..., 0] - race[..., 1]) > 1e-6 * race.max(-1)).all(), "no decision is close"
         assert np.array_equal(fused_draw(logits, noise, top_p, top_k).numpy(), race.argmax(-1))
-        told = torch.tensor([top_p, top_k], dtype=torch.float64).unbind()
-        assert np.array_equal(fused_draw(logits, noise, *told).numpy(), race.argmax(-1))
+        on_device = torch.tensor([top_p, top_k], dtype=torch.float64).unbind()
+        assert np.array_equal(fused_draw(logits, noise, *on_device).numpy(), race.argmax(-1))
 
 
-@pytest.mark.parametrize("programs", [264, 1], ids=["parts", "whole"])
+@pytest.mark.parametrize("programs", [264, 1], ids=["splits", "whole"])
 @pytest.mark.parametrize(
     ("rows", "tokens", "channels", "outputs"), [(1, 1, 64, 1), (2, 33, 192, 10), (1, 65, 1024, 128), (3, 7, 256, 65)]
 )
@@ -206,10 +206,10 @@ def looked(x: Array, head: BitHead, unit: str) -> tuple[Array, Array, Array]:
     return entropy.sum(-1) if unit == "token" else entropy.mean(-1), products, moments
 
 
-def agree(look: Look, exact: tuple[Array, Array, Array]) -> None:
-    close(look.entropy, exact[0], 1e-4)
-    close(look.products[..., : exact[1].shape[-1]], exact[1], 1e-4)
-    close(look.moments, exact[2], 1e-4)
+def agree(stats: BitStats, exact: tuple[Array, Array, Array]) -> None:
+    close(stats.entropy, exact[0], 1e-4)
+    close(stats.products[..., : exact[1].shape[-1]], exact[1], 1e-4)
+    close(stats.moments, exact[2], 1e-4)
 
 
 @pytest.mark.parametrize("unit", ["token", "bit"])
@@ -217,7 +217,7 @@ def agree(look: Look, exact: tuple[Array, Array, Array]) -> None:
 def test_the_lens(unit: str, tokens: int, channels: int, bits: int) -> None:
     x = fenced((torch.randn(2, tokens + 3, channels) * 0.3 + 0.2)[:, 3:])
     head = a_head(2, channels, bits)
-    agree(Look(*fused_lens(x, head, unit)), looked(plain(x), head, unit))
+    agree(BitStats(*fused_logit_lens(x, head, unit)), looked(plain(x), head, unit))
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", None])
@@ -226,21 +226,21 @@ def test_the_lens(unit: str, tokens: int, channels: int, bits: int) -> None:
 def test_the_lens_follows_holes_that_are_filled(
     monkeypatch, mode: str | None, grids, counts: list[int], programs: int, spare: int
 ) -> None:
-    """What is left of an earlier look is as good as a look at all of it. Without a mode, holes stay as they are."""
-    monkeypatch.setattr(restored_logit_lens_kernels, "processors", lambda device: programs)
+    """What is left of an earlier stats is as good as a stats at all of it. Without a mode, holes stay as they are."""
+    monkeypatch.setattr(restored_logit_lens_kernels, "num_sms", lambda device: programs)
     images, channels, bits, cells = 2, 128, 5, math.prod(grids[1])
     x, head = some(2 * images, cells, channels, by=0.3), a_head(images, channels, bits)
-    look = Look(*fused_lens(x[:images], head, "bit"))
+    stats = BitStats(*fused_logit_lens(x[:images], head, "bit"))
     chosen, _ = some_tokens(cells, counts * 2, 2 * sum(counts) + spare)
     cached = None if mode is None else some(2 * images, math.prod(grids[0]), channels, by=0.3)
     hole = chosen.slot[..., None] < 0
     new = torch.randn(x.shape) if cached is None else x + torch.from_numpy(resized_tokens(cached, grids, mode)).float()
     x.copy_(torch.where(hole, x if cached is None else new, torch.randn(x.shape)))
     exact = looked(plain(x[:images]), head, "bit")
-    look.moments.copy_(torch.from_numpy(exact[2]))  # by whoever filled them
-    filled = Filled(x, chosen) if cached is None else Filled(x, chosen, cached, grids, mode)
-    fused_lens_of_filled(filled, look, head, "bit")
-    agree(look, exact)
+    stats.moments.copy_(torch.from_numpy(exact[2]))  # by whoever filled them
+    restored = RestoredState(x, chosen) if cached is None else RestoredState(x, chosen, cached, grids, mode)
+    fused_restored_logit_lens(restored, stats, head, "bit")
+    agree(stats, exact)
 
 
 @pytest.mark.parametrize("mode", ["bilinear", None])
@@ -251,14 +251,16 @@ def test_a_batch_sees_what_its_images_see(mode: str | None) -> None:
     x, head = some(2 * images, cells, channels, by=0.3), a_head(images, channels, 5)
     cached = None if mode is None else some(2 * images, math.prod(grids[0]), channels)
     chosen, kept = some_tokens(cells, [66, 70, 66, 70])
-    look = Look(*fused_lens(x[:images], head, "bit"))
-    alone = [Look(*(fenced(t[i : i + 1]) for t in look)) for i in range(images)]
+    stats = BitStats(*fused_logit_lens(x[:images], head, "bit"))
+    alone = [BitStats(*(fenced(t[i : i + 1]) for t in stats)) for i in range(images)]
     more = (grids, mode) if mode is not None else ()
-    fused_lens_of_filled(Filled(x, chosen, cached, *more), look, head, "bit")
+    fused_restored_logit_lens(RestoredState(x, chosen, cached, *more), stats, head, "bit")
     for i in range(images):
         mask = torch.zeros(1, cells, dtype=torch.bool)
         mask[0, kept[i]] = True
         mine = BitHead(*(fenced(t[i : i + 1]) for t in head[:3]), head.eps)
         old = None if cached is None else fenced(cached[i : i + 1])
-        fused_lens_of_filled(Filled(fenced(x[i : i + 1]), Packed.of_mask(mask), old, *more), alone[i], mine, "bit")
-        assert torch.equal(alone[i].entropy[0], look.entropy[i])
+        fused_restored_logit_lens(
+            RestoredState(fenced(x[i : i + 1]), Packed.of_mask(mask), old, *more), alone[i], mine, "bit"
+        )
+        assert torch.equal(alone[i].entropy[0], stats.entropy[i])

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from nextscale.kernels.triton.attention import fused
 from support.emulated_graphs import EmulatedGraphs
 from support.fences import fenced, fences, some, some_tokens, whole
 from support.methods import CAPTURED
@@ -25,10 +24,11 @@ from torch import Tensor, nn
 from nextscale.cache import paged
 from nextscale.cache.kv import commit_lengths
 from nextscale.cache.paged import LayerPageTable, PagedKVCache, PagePool
-from nextscale.kernels.fp8 import FORMAT, Reads
-from nextscale.kernels.triton import attention as attention_kernels
+from nextscale.kernels.fp8 import FP8_DTYPE, InputFormat
+from nextscale.kernels.triton import flash_attention as flash_attention_kernels
 from nextscale.kernels.triton import kv_store as kv_store_kernels
 from nextscale.kernels.triton import varlen_attention as varlen_attention_kernels
+from nextscale.kernels.triton.flash_attention import fused_attention
 from nextscale.methods.base import Method
 from nextscale.runtime.cudagraph.sync_detection import SyncDetected
 from nextscale.testing import tiny_hart, tiny_infinity
@@ -71,7 +71,7 @@ SCALES: list[list[int | list[int]]] = [
 
 
 @pytest.mark.parametrize(
-    ("turn", "shares", "processors", "ending", "grows"),
+    ("turn", "splits", "num_sms", "ending", "grows"),
     [
         ("still", 1, 1, [[0, 40, 3], [1, 0, 0]], True),
         ("pairs", 4, 3, [40, 40], True),
@@ -79,16 +79,16 @@ SCALES: list[list[int | list[int]]] = [
         ("halves", 2, 132, None, False),
     ],
 )
-def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, ending, grows: bool) -> None:
-    """Scale after scale: what layers store, what they see, how spread that is, and which pages are taken. Keys of the
-    last scale may lie elsewhere."""
-    for module in (kv_store_kernels, attention_kernels, varlen_attention_kernels):
-        monkeypatch.setattr(module, "processors", lambda _: processors)
-    tickets = torch.zeros(3 * processors, dtype=torch.int32)
-    monkeypatch.setattr(varlen_attention_kernels, "tickets", lambda _: tickets)
-    monkeypatch.setattr(attention_kernels, "shares_of_keys", lambda *given: shares)
-    monkeypatch.setattr(varlen_attention_kernels, "FEW", 8)
-    monkeypatch.setattr(varlen_attention_kernels, "SOME", 8)
+def test_a_cache_in_pages(monkeypatch, turn: str, splits: int, num_sms: int, ending, grows: bool) -> None:
+    """Scale after scale: what layers store, what they see, the entropy of that, and which pages are
+    taken. Keys of the last scale may lie elsewhere."""
+    for module in (kv_store_kernels, flash_attention_kernels, varlen_attention_kernels):
+        monkeypatch.setattr(module, "num_sms", lambda _: num_sms)
+    counters = torch.zeros(3 * num_sms, dtype=torch.int32)
+    monkeypatch.setattr(varlen_attention_kernels, "counters", lambda _: counters)
+    monkeypatch.setattr(flash_attention_kernels, "num_kv_splits", lambda *sizes: splits)
+    monkeypatch.setattr(varlen_attention_kernels, "MIN_KEYS_IDLE", 8)
+    monkeypatch.setattr(varlen_attention_kernels, "MIN_KEYS_BUSY", 8)
     monkeypatch.setattr(paged, "INITIAL_SHARE", 0.0 if grows else 1.0)
     monkeypatch.setattr(paged, "GROWTH_STEP", 1)
     layers, rows, most = 2, 3, 5 + 4 * CELLS + 16
@@ -127,8 +127,8 @@ def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, 
                 angle = torch.randn(1, CELLS if chosen is not None else cells, WIDTH // (2 if turn == "pairs" else 1))
                 positions = fenced(torch.stack((angle.cos(), angle.sin()), -1))
             before = [k.shape[1] for k, _ in kept[layer]]
-            seen, spread = cache.attend_with_entropy(attn, qkv, positions, chosen, rows)
-            assert spread is not None
+            output, found_entropy = cache.attend_with_entropy(attn, qkv, positions, chosen, rows)
+            assert found_entropy is not None
             first = 0
             for row, new in enumerate(gather_rows):
                 q, k, v = mine[row].transpose(1, 2, 0, 3)
@@ -137,12 +137,12 @@ def test_a_cache_in_pages(monkeypatch, turn: str, shares: int, processors: int, 
                 every = [np.concatenate(both, 1) for both in zip(old, now, strict=True)]
                 if counts is not ending:
                     kept[layer][row] = every
-                found = seen[row] if chosen is None else seen[0, :, first : first + new]
+                found = output[row] if chosen is None else output[0, :, first : first + new]
                 if new:
                     asked = torch.from_numpy(turned(q, scale, at, turn))[None]
                     exact, right = attention(asked, *(torch.from_numpy(t)[None] for t in every), 0.3)
                     close(found, exact[0], 1e-4)
-                    close(spread[row, :new], right[0], 1e-4)
+                    close(found_entropy[row, :new], right[0], 1e-4)
                 first += new
             if counts is not ending:
                 taken += sum(-(-(a + n) // SIZE) - -(-a // SIZE) for a, n in zip(before, gather_rows, strict=True))
@@ -198,28 +198,28 @@ def in_pages(k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tens
     return *views, LayerPageTable(fenced(table), table, nothing, nothing, SIZE)
 
 
-TUNED = {"BLOCK_Q": 16, "BLOCK_K": SIZE, "num_warps": 4}
+CONFIG = {"BLOCK_Q": 16, "BLOCK_K": SIZE, "num_warps": 4}
 
 
-@pytest.mark.parametrize("shares", [1, 2, 4])
+@pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize(
     ("length", "new", "apart", "dtype"),
     [
         ([0, 17, 32], 17, False, torch.float32),
-        ([1, 47, 16], 1, False, FORMAT),
+        ([1, 47, 16], 1, False, FP8_DTYPE),
         ([48, 5, 0], 20, True, torch.float32),
-        ([16, 30, 1], 16, True, FORMAT),
+        ([16, 30, 1], 16, True, FP8_DTYPE),
     ],
 )
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("counts", [None, [3, 0, 1], [20, 1, 17]], ids=["complete", "few", "packed"])
 def test_pages_show_what_keys_side_by_side_show(
-    monkeypatch, shares, length, new, apart, dtype, entropy, counts
+    monkeypatch, splits, length, new, apart, dtype, entropy, counts
 ) -> None:
     """To the last digit."""
-    monkeypatch.setattr(varlen_attention_kernels, "processors", lambda _: 16)
-    tickets = torch.zeros(48, dtype=torch.int32)
-    monkeypatch.setattr(varlen_attention_kernels, "tickets", lambda _: tickets)
+    monkeypatch.setattr(varlen_attention_kernels, "num_sms", lambda _: 16)
+    counters = torch.zeros(48, dtype=torch.int32)
+    monkeypatch.setattr(varlen_attention_kernels, "counters", lambda _: counters)
     chosen = None if counts is None else some_tokens(CELLS, counts)[0]
     gather_rows = counts or [new] * 3
     q = some(3, HEADS, new, WIDTH) if chosen is None else some(1, HEADS, 3 * CELLS, WIDTH)
@@ -227,24 +227,27 @@ def test_pages_show_what_keys_side_by_side_show(
     tail = (some(3, HEADS, CELLS, WIDTH), some(3, HEADS, CELLS, WIDTH)) if apart else None
     visible = length if apart else [a + b for a, b in zip(length, gather_rows, strict=True)]
     paged_k, paged_v, table = in_pages(k, v, visible)
-    tuned = {**TUNED, "SHARES": shares} if chosen is None else {**TUNED, "FEW": 8, "SOME": 8 if shares > 1 else 999}
-    tuned |= {} if chosen is None or shares > 2 else {"FEW": 999} if shares == 1 else {}
+    monkeypatch.setattr(flash_attention_kernels, "block_config", lambda *sizes: dict(CONFIG))
+    monkeypatch.setattr(flash_attention_kernels, "num_kv_splits", lambda *sizes: splits)
+    monkeypatch.setattr(varlen_attention_kernels, "BLOCKS", CONFIG)
+    for name in ("MIN_KEYS_IDLE", "MIN_KEYS_BUSY"):
+        monkeypatch.setattr(varlen_attention_kernels, name, 8 if splits > 1 else 999)
     more = None if counts else whole(*gather_rows)
-    options = {"chosen": chosen, "grown": chosen is not None, "reads": Reads(dtype, 4.0)}
+    options = {"chosen": chosen, "grown": chosen is not None, "input_format": InputFormat(dtype, 4.0)}
     results = [
-        fused(q, k, v, 0.3, whole(*length), more, entropy, tail, **options, **tuned),
-        fused(q, paged_k, paged_v, 0.3, whole(*length), more, entropy, tail, **options, pages=table, **tuned),
+        fused_attention(q, k, v, 0.3, whole(*length), more, entropy, tail, **options),
+        fused_attention(q, paged_k, paged_v, 0.3, whole(*length), more, entropy, tail, **options, pages=table),
     ]
     if chosen is None:  # all rows have as many more
         results.append(
-            fused(q, paged_k, paged_v, 0.3, whole(*length), new, entropy, tail, **options, pages=table, **tuned)
+            fused_attention(q, paged_k, paged_v, 0.3, whole(*length), new, entropy, tail, **options, pages=table)
         )
     real = slice(None) if chosen is None else slice(sum(gather_rows))
-    for seen, spread in results[1:]:
-        assert torch.equal(seen[:, :, real].float(), results[0][0][:, :, real].float())
-        assert (spread is not None) == entropy
-        if spread is not None:
-            assert torch.equal(spread[:, real], results[0][1][:, real])
+    for output, found_entropy in results[1:]:
+        assert torch.equal(output[:, :, real].float(), results[0][0][:, :, real].float())
+        assert (found_entropy is not None) == entropy
+        if found_entropy is not None:
+            assert torch.equal(found_entropy[:, real], results[0][1][:, real])
 
 
 MAKERS = {"infinity": tiny_infinity, "hart": tiny_hart}
@@ -265,9 +268,9 @@ def with_pages(monkeypatch) -> None:
     monkeypatch.setattr(paged, "INITIAL_SHARE", 0.0)
     monkeypatch.setattr(paged, "GROWTH_STEP", 1)
     for module in (kv_store_kernels, varlen_attention_kernels):
-        monkeypatch.setattr(module, "processors", lambda _: 2)
-    tickets = torch.zeros(6, dtype=torch.int32)
-    monkeypatch.setattr(varlen_attention_kernels, "tickets", lambda _: tickets)
+        monkeypatch.setattr(module, "num_sms", lambda _: 2)
+    counters = torch.zeros(6, dtype=torch.int32)
+    monkeypatch.setattr(varlen_attention_kernels, "counters", lambda _: counters)
 
 
 def early(pipe, method: Method, images: int, first: int = 0):
@@ -321,9 +324,9 @@ def test_the_benchmark_of_pages_compares_the_same(monkeypatch) -> None:
     for name, value in {"HEADS": HEADS, "WIDTH": WIDTH, "PAGE_SIZE": SIZE, "COLD": 1}.items():
         monkeypatch.setattr(benchmark, name, value)
     for module in (kv_store_kernels, varlen_attention_kernels):
-        monkeypatch.setattr(module, "processors", lambda _: 2)
-    tickets = torch.zeros(6, dtype=torch.int32)
-    monkeypatch.setattr(varlen_attention_kernels, "tickets", lambda _: tickets)
+        monkeypatch.setattr(module, "num_sms", lambda _: 2)
+    counters = torch.zeros(6, dtype=torch.int32)
+    monkeypatch.setattr(varlen_attention_kernels, "counters", lambda _: counters)
     for case in (benchmark.Case(20, 20, 17), benchmark.Case(30, 7, 25), benchmark.Case(30, 9, 140, ends=True)):
         layers = benchmark.Layers(case, "cpu", torch.float32)
         assert case.sets == 3
@@ -335,5 +338,5 @@ def test_the_benchmark_of_pages_compares_the_same(monkeypatch) -> None:
         more = case.queries if case.complete else None
         told = None if more is None else torch.full_like(layers.length, more)
         for n, q in enumerate(queries):
-            seen, in_pages = layers.attend(n, q, told, False)[0], layers.attend_in_pages(n, q, more, False)[0]
-            assert benchmark.off(in_pages, seen, case.queries * (1 if case.complete else 2)) < 1e-5
+            output, in_pages = layers.attend(n, q, told, False)[0], layers.attend_in_pages(n, q, more, False)[0]
+            assert benchmark.off(in_pages, output, case.queries * (1 if case.complete else 2)) < 1e-5

@@ -14,21 +14,21 @@ import numpy as np
 import pytest
 import torch
 from support.fences import fenced, fences, some, some_tokens, whole
-from support.plain import Array, close, eight_bits, gelu, highest, layer_norm, plain, resized_tokens
+from support.plain import Array, close, close_fp8, gelu, highest, layer_norm, plain, resized_tokens
 from torch import Tensor
 
-from nextscale.kernels import num_sms
-from nextscale.kernels.fp8 import FORMAT, Reads
+from nextscale.kernels import occupancy
+from nextscale.kernels.fp8 import FP8_DTYPE, InputFormat
 from nextscale.kernels.residual_norm import Norm
-from nextscale.kernels.split_k import Parts
+from nextscale.kernels.split_k import SplitKPartials
 from nextscale.kernels.triton import residual_norm as residual_norm_kernels
 from nextscale.kernels.triton import restore as restore_kernels
-from nextscale.kernels.triton import topk_select as topk_select_kernels
+from nextscale.kernels.triton import topk as topk_kernels
 from nextscale.kernels.triton.fp8 import BLOCK, fused_cast
-from nextscale.kernels.triton.linear_small import fused_parts
-from nextscale.kernels.triton.pinned_copy import fused_carry
-from nextscale.kernels.triton.topk_select import fused_link_and_select, fused_select
-from nextscale.methods.nova.layer_linkage import Linkage
+from nextscale.kernels.triton.linear_small import fused_split_k
+from nextscale.kernels.triton.pinned_copy import fused_copy
+from nextscale.kernels.triton.topk import fused_link_and_select, fused_select
+from nextscale.methods.nova.layer_linkage import LayerLinkage
 from nextscale.methods.selection import Packed
 from nextscale.models.residual import ResidualStream
 
@@ -41,8 +41,8 @@ def _fences(request, monkeypatch) -> Iterator[None]:
 
 @pytest.fixture
 def on(monkeypatch) -> Callable[[int], None]:
-    """On a GPU of so many processors."""
-    return lambda count: monkeypatch.setattr(num_sms, "processors", lambda device: count)
+    """On a GPU of so many SMs."""
+    return lambda count: monkeypatch.setattr(occupancy, "num_sms", lambda device: count)
 
 
 def selected(cell: Tensor, start: Tensor, slot: Tensor, score: Tensor, counts: list[int], copies: int) -> None:
@@ -62,7 +62,7 @@ def selected(cell: Tensor, start: Tensor, slot: Tensor, score: Tensor, counts: l
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("cells", [1, 17, 64, 65, 100])
 def test_select(monkeypatch, cells: int, copies: int) -> None:
-    monkeypatch.setattr(topk_select_kernels, "BLOCK", 32)
+    monkeypatch.setattr(topk_kernels, "BLOCK", 32)
     score = some(6, cells)
     score[1] = 3.5  # all are equal
     score[2, ::3] = -0.0
@@ -77,10 +77,10 @@ def test_select(monkeypatch, cells: int, copies: int) -> None:
         selected(*fused_select(alone, whole(count), copies), alone, [count], copies)
 
 
-@pytest.mark.parametrize("rule", [Linkage(True), Linkage(True, 1, 0.3), Linkage(False, empty=True)])
+@pytest.mark.parametrize("rule", [LayerLinkage(True), LayerLinkage(True, 1, 0.3), LayerLinkage(False, empty=True)])
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("ratio", "copies"), [([0.6, 0.0, 0.999], 2), ([0.6], 2), ([0.999, 0.3], 1), ([0.4], 1)])
-def test_link_and_select(rule: Linkage, known: bool, ratio: list[float], copies: int) -> None:
+def test_link_and_select(rule: LayerLinkage, known: bool, ratio: list[float], copies: int) -> None:
     """The ratio of a layer from its entropy and those of the layers before, then the cells."""
     images, cells = len(ratio), 33
     notes = fenced(torch.full((5, 4, images), math.nan, dtype=torch.float64))
@@ -112,16 +112,16 @@ NORMS = {
 DELTAS = {
     "nothing": lambda *shape: None,
     "one": lambda *shape: fenced(torch.randn(shape[1], shape[0], shape[2]).transpose(0, 1)),  # not as it is read
-    "parts": lambda *shape: Parts(some(4, *shape), some(shape[-1])),
-    "a part": lambda *shape: Parts(some(1, *shape)),
+    "parts": lambda *shape: SplitKPartials(some(4, *shape), some(shape[-1])),
+    "a part": lambda *shape: SplitKPartials(some(1, *shape)),
 }
 
 
-def summed(delta: Tensor | Parts | None, gate: Tensor | None) -> Array | float:
+def summed(delta: Tensor | SplitKPartials | None, gate: Tensor | None) -> Array | float:
     if delta is None:
         return 0.0
-    if isinstance(delta, Parts):
-        total = plain(delta.sums).sum(0) + (0 if delta.bias is None else plain(delta.bias))
+    if isinstance(delta, SplitKPartials):
+        total = plain(delta.partials).sum(0) + (0 if delta.bias is None else plain(delta.bias))
     else:
         total = plain(delta)
     return total if gate is None else total * plain(gate)
@@ -138,23 +138,27 @@ def test_sum_and_norm(kind: str, delta: str, gated: bool, channels: int) -> None
     per_row, make = NORMS[kind]
     norm, gate = make(modulation), modulation[:, :, 5] if gated else None
     waiting = DELTAS[delta](rows, cells, channels)
-    out, normed = residual_norm_kernels.fused_sum_and_norm(x, None, False, waiting, gate, norm, Reads(torch.float32))
+    out, normed = residual_norm_kernels.fused_sum_and_norm(
+        x, None, False, waiting, gate, norm, InputFormat(torch.float32)
+    )
     exact = plain(x) + summed(waiting, gate)
     close(out, exact)
     y = layer_norm(exact, norm.eps, norm.rms)
     y = y if norm.factor is None else y * (plain(norm.factor) + per_row)
     close(normed, y if norm.term is None else y + plain(norm.term), 5e-5)
-    _, small = residual_norm_kernels.fused_sum_and_norm(x, None, False, waiting, gate, Norm(0.05), Reads(FORMAT, 200.0))
-    eight_bits(small, layer_norm(exact, 0.05) * 200)
+    _, small = residual_norm_kernels.fused_sum_and_norm(
+        x, None, False, waiting, gate, Norm(0.05), InputFormat(FP8_DTYPE, 200.0)
+    )
+    close_fp8(small, layer_norm(exact, 0.05) * 200)
     if waiting is not None:
         shared = fenced(gate[:1]) if gated else None  # of all rows
         close(residual_norm_kernels.fused_sum(x, waiting, shared), plain(x) + summed(waiting, shared))
 
 
-def lost(x: Tensor | Parts | None, total: int) -> Tensor | Parts | None:
+def lost(x: Tensor | SplitKPartials | None, total: int) -> Tensor | SplitKPartials | None:
     """The same tokens; what lies behind the last one is NaN."""
     if x is not None:
-        (x.sums if isinstance(x, Parts) else x)[..., total:, :] = math.nan
+        (x.partials if isinstance(x, SplitKPartials) else x)[..., total:, :] = math.nan
     return x
 
 
@@ -189,7 +193,7 @@ def test_sum_and_norm_of_packed_tokens(on, kind: str, delta: str, gated: bool, c
         before = plain(source)[:, :total] if before is None else before
         waiting = lost(DELTAS[delta](1, tokens, channels), total)
         given = source, chosen, take, waiting, gate
-        out, normed = residual_norm_kernels.fused_sum_and_norm(*given, norm, Reads(torch.float32))
+        out, normed = residual_norm_kernels.fused_sum_and_norm(*given, norm, InputFormat(torch.float32))
         assert out.shape == normed.shape == (1, tokens, channels)
         added = summed(waiting, None)
         added = added if waiting is None else added[:, :total] * (1 if gate is None else gather_rows(gate))
@@ -199,8 +203,8 @@ def test_sum_and_norm_of_packed_tokens(on, kind: str, delta: str, gated: bool, c
         y = y if norm.factor is None else y * (gather_rows(norm.factor) + per_row)
         close(first(normed, total), y if norm.term is None else y + gather_rows(norm.term), 5e-5)
         if total:
-            _, small = residual_norm_kernels.fused_sum_and_norm(*given, Norm(0.05), Reads(FORMAT, 200.0))
-            eight_bits(first(small, total), layer_norm(exact, 0.05) * 200)
+            _, small = residual_norm_kernels.fused_sum_and_norm(*given, Norm(0.05), InputFormat(FP8_DTYPE, 200.0))
+            close_fp8(first(small, total), layer_norm(exact, 0.05) * 200)
         if waiting is not None and not take:
             close(first(residual_norm_kernels.fused_sum(source, waiting, gate, chosen), total), exact)
 
@@ -259,7 +263,7 @@ def test_put(on, channels: int, delta: str, counts: list[int], room: int | None,
     put(expected, kept, exact)
     for row in range(images):
         noted[row, kept[row]] = np.stack((expected.mean(-1), expected.var(-1)), -1)[row, kept[row]]
-    close(restore_kernels.fused_put(x, chosen, stream, moments), expected)
+    close(restore_kernels.fused_scatter(x, chosen, stream, moments), expected)
     close(moments, noted)
 
 
@@ -281,22 +285,22 @@ def test_a_stream_may_be_put_back_as_it_was_taken() -> None:
     """No layer added anything."""
     (chosen, _), x = some_tokens(9, [4, 0, 9]), some(3, 9, 12)
     expected = plain(x).copy()
-    close(restore_kernels.fused_put(x, chosen, ResidualStream(x, chosen)), expected)
+    close(restore_kernels.fused_scatter(x, chosen, ResidualStream(x, chosen)), expected)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8), (1, 17), (3, 11)])
 @pytest.mark.parametrize("out", [64, 192])
 def test_a_linear_layer_for_few_rows(shape: tuple[int, int], out: int) -> None:
     x, weight = some(*shape, 512), some(out, 512)
-    sums = fused_parts(x, weight, 0.5, 4, 64, 64)
+    sums = fused_split_k(x, weight, 0.5, 4, 64, 64)
     for part, of in enumerate(sums):
         mine = slice(128 * part, 128 * part + 128)
         close(of, plain(x[..., mine]) @ plain(weight[:, mine]).T / 2, 1e-4)
 
 
-def test_a_linear_layer_in_8_bits_for_few_rows() -> None:
-    x, weight = (fenced(torch.randint(-7, 8, shape).to(FORMAT)) for shape in ((3, 3, 256), (64, 256)))
-    sums = fused_parts(x, weight, 0.125, 2, 64, 128)
+def test_a_linear_layer_in_fp8_for_few_rows() -> None:
+    x, weight = (fenced(torch.randint(-7, 8, shape).to(FP8_DTYPE)) for shape in ((3, 3, 256), (64, 256)))
+    sums = fused_split_k(x, weight, 0.125, 2, 64, 128)
     close(sums.sum(0), plain(x.float()) @ plain(weight.float()).T / 8, 0)
 
 
@@ -307,8 +311,8 @@ def test_numbers_as_a_layer_reads_them(activation: bool, count: int) -> None:
     if count > 1:
         x[:3, 0] = torch.tensor([math.nan, 1e6, -1e6])
     exact = gelu(plain(x)) if activation else plain(x)
-    close(fused_cast(x, Reads(torch.float32, 4.0), activation), exact)
-    eight_bits(fused_cast(x, Reads(FORMAT, 4.0), activation), exact * 4)
+    close(fused_cast(x, InputFormat(torch.float32, 4.0), activation), exact)
+    close_fp8(fused_cast(x, InputFormat(FP8_DTYPE, 4.0), activation), exact * 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float32])
@@ -317,5 +321,5 @@ def test_numbers_between_host_and_device(monkeypatch, dtype: torch.dtype, count:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     source = fenced((torch.randn(count) * 1000).to(dtype))
     to = fenced(source, copy=False)
-    fused_carry(to, source)
+    fused_copy(to, source)
     assert torch.equal(to, source)

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from nextscale.kernels.attention import attend, reference, runs_on
 from support import plain
 from support.pipelines import ask, same_tokens
 from torch import nn
@@ -19,30 +18,37 @@ from torch.nn import functional as F
 
 from nextscale import NOVA
 from nextscale.cache.kv import KVCache, select_positions
-from nextscale.engine.entropy import attention_entropy, token_entropy
+from nextscale.engine.entropy import token_entropy
 from nextscale.engine.guidance import guide
 from nextscale.engine.sampling import keep_top
 from nextscale.engine.schedule import Scale
 from nextscale.errors import NextscaleError
-from nextscale.kernels.absorbed_cross_attention import absorbs, attend_absorbed
-from nextscale.kernels.bit_sampling import fused_draw, takes
+from nextscale.kernels import (
+    absorbed_cross_attention,
+    bit_sampling,
+    feature_maps,
+    flash_attention,
+    kv_store,
+    logit_lens,
+    residual_norm,
+)
+from nextscale.kernels.bit_sampling import fused_draw
 from nextscale.kernels.conv import convolve
-from nextscale.kernels.conv import runs_on as convolves
-from nextscale.kernels.conv import takes as conv_taken
+from nextscale.kernels.conv import supports as supports_conv
 from nextscale.kernels.conv_out import norm_and_conv, taps
-from nextscale.kernels.feature_maps import takes as maps_taken
-from nextscale.kernels.fp8 import FORMAT, FP8Conv, FP8Linear, reads
-from nextscale.kernels.group_norm import group_norm, join
-from nextscale.kernels.kv_store import split_and_store, stores
-from nextscale.kernels.linear_fp32 import linear_exact
+from nextscale.kernels.fp8 import FP8_DTYPE, FP8Conv, FP8Linear, input_format
+from nextscale.kernels.group_norm import add, group_norm
+from nextscale.kernels.kv_store import split_and_store
+from nextscale.kernels.linear_fp32 import linear_fp32
 from nextscale.kernels.linear_gelu import linear_gelu
-from nextscale.kernels.linear_small import linear_for_sum
-from nextscale.kernels.logit_lens import BitHead, Filled, LogitLens, Look, fused_lens, looks
+from nextscale.kernels.linear_small import linear_split_k
+from nextscale.kernels.logit_lens import BitHead, BitStats, LogitLens, RestoredState, fused_logit_lens
 from nextscale.kernels.pinned_copy import copy_pinned
-from nextscale.kernels.residual_norm import Norm, fuses, gather_rows
-from nextscale.kernels.restore import fused_put, fused_record, fused_restore
-from nextscale.kernels.split_k import Parts
-from nextscale.methods.nova.layer_linkage import MAX_RATIO, Linkage
+from nextscale.kernels.residual_norm import Norm, gather_rows
+from nextscale.kernels.restore import fused_record, fused_restore, fused_scatter
+from nextscale.kernels.sdpa import attention_entropy
+from nextscale.kernels.split_k import SplitKPartials
+from nextscale.methods.nova.layer_linkage import MAX_RATIO, LayerLinkage
 from nextscale.methods.restore import CachedPolicy
 from nextscale.methods.selection import Packed, Selection, scatter, topk_select
 from nextscale.methods.token_cache import resize_tokens
@@ -80,13 +86,13 @@ def test_attention_with_entropy(device: str, shape, width: int) -> None:
     q, k, v = (torch.randn(rows, heads, n, width, device=device).to(dtype_of(device)) for n in (queries, keys, keys))
     q = q * 3
     length = torch.randint(1, keys + 1, (rows,), device=device)
-    assert runs_on(q) == (device == "cuda")
+    assert flash_attention.supports(q) == (device == "cuda")
     for lengths in (None, length):
-        seen, entropy = attend(q, k, v, 0.2, lengths, entropy=True)
+        seen, entropy = flash_attention.attend(q, k, v, 0.2, lengths, return_entropy=True)
         exact, right = plain.attention(q, k, v, 0.2, None if lengths is None else lengths.tolist())
         assert off(seen, exact) < (0.01 if device == "cuda" else 1e-5)
         assert (entropy.cpu() - torch.from_numpy(right)).abs().max() < 2e-3
-    counted_late, _ = attend(q, k, v, 0.2, length - 1, torch.ones_like(length))
+    counted_late, _ = flash_attention.attend(q, k, v, 0.2, length - 1, torch.ones_like(length))
     assert torch.equal(counted_late, seen)
 
 
@@ -99,7 +105,7 @@ def test_attention_whose_newest_keys_lie_apart(device: str, shape) -> None:
         torch.randn(rows, heads, n, 128, device=device).to(dtype_of(device)) for n in (queries, *[keys] * 4)
     )
     length, more = (torch.randint(1, keys + 1, (rows,), device=device) for _ in range(2))
-    seen, entropy = attend(q, k, v, 0.2, length, more, entropy=True, tail=tuple(tail))
+    seen, entropy = flash_attention.attend(q, k, v, 0.2, length, more, return_entropy=True, last_scale_kv=tuple(tail))
 
     def joined(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """More keys than are seen, those of the tail behind the others of their row."""
@@ -149,7 +155,7 @@ def test_attention_of_packed_queries(device: str, counts: list[int], length: int
             there[row, :, : counts[row]] = here[row, :, begin:n]
             here[row, :, begin if apart else n :] = math.nan
     for entropy in (False, True):
-        seen, told = attend(
+        seen, told = flash_attention.attend(
             q, k, v, 0.2, lengths, None, entropy, tuple(tail) if apart else None, chosen=chosen, grown=True
         )
         assert seen.shape == q.shape
@@ -167,14 +173,14 @@ def test_packed_queries_over_a_text(device: str, counts: list[int], slots: int) 
     length = [slots, 7, slots - 1][: len(counts)]
     for row, n in enumerate(length):
         k[row, :, n:] = v[row, :, n:] = math.nan
-    seen, _ = attend(q, k, v, 0.2, torch.tensor(length, device=device), chosen=chosen)
+    seen, _ = flash_attention.attend(q, k, v, 0.2, torch.tensor(length, device=device), chosen=chosen)
     check_packed(seen, None, q, k, v, counts, length, 0.01 if device == "cuda" else 1e-5)
 
 
 @on_gpu
 def test_a_graph_of_packed_queries_is_replayed_with_other_counts(device: str) -> None:
-    """One launch for all counts; shares of the keys are put together alike every time."""
-    from nextscale.kernels.triton.varlen_attention import tickets
+    """One launch for all counts; splits of the keys are merged alike every time."""
+    from nextscale.kernels.triton.varlen_attention import counters
 
     torch.manual_seed(0)
     heads, cells = 4, 2048
@@ -184,7 +190,7 @@ def test_a_graph_of_packed_queries_is_replayed_with_other_counts(device: str) ->
     length = torch.tensor([2900, 1500], device=device)
 
     def see() -> tuple[torch.Tensor, torch.Tensor | None]:
-        return attend(q, k, v, 0.2, length, entropy=True, chosen=place, grown=True)
+        return flash_attention.attend(q, k, v, 0.2, length, return_entropy=True, chosen=place, grown=True)
 
     see()
     torch.cuda.synchronize()
@@ -197,7 +203,7 @@ def test_a_graph_of_packed_queries_is_replayed_with_other_counts(device: str) ->
         first = seen.clone()
         total = [n + m for n, m in zip(length.tolist(), counts, strict=True)]
         check_packed(seen, entropy, q, k, v, counts, total, 0.01)
-        assert not tickets(q.device).any()
+        assert not counters(q.device).any()
         graph.replay()
         assert torch.equal(first[:, :, : sum(counts)], seen[:, :, : sum(counts)])
 
@@ -218,30 +224,32 @@ def test_attention_that_absorbs_its_linear_layers(device: str, slots: int) -> No
         mask = None if lengths is None else (torch.arange(slots, device=device) < lengths[:, None])[:, None, None]
         right = exact.proj(exact(x.double(), k.double(), v.double(), mask))
         with torch.inference_mode():
-            absorbed = attend_absorbed(x, cross.q, cross.proj, k, v, 128**-0.5, lengths)
+            absorbed = absorbed_cross_attention.attend(x, cross.q, cross.proj, k, v, 128**-0.5, lengths)
             assert off(absorbed, right) < (5e-3 if device == "cuda" else 1e-6)
             if device == "cuda":
-                assert absorbs(x, k, cross.q, cross.proj)
+                assert absorbed_cross_attention.supports(x, k, cross.q, cross.proj)
                 assert torch.equal(cross.read(x, k, v, mask, lengths), absorbed)
                 assert off(absorbed, right) < 1.2 * off(cross.proj(cross(x, k, v, mask, lengths)), right)
-    assert not absorbs(x[:, :100], k, cross.q, cross.proj), "too few queries"
+    assert not absorbed_cross_attention.supports(x[:, :100], k, cross.q, cross.proj), "too few queries"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("shares", [1, 2, 4])
-def test_attention_whose_keys_are_shared(shares: int) -> None:
-    from nextscale.kernels.triton.attention import blocks, fused, shares_of_keys
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_attention_whose_keys_are_split(splits: int, monkeypatch) -> None:
+    from nextscale.kernels.triton import flash_attention as kernels
+    from nextscale.kernels.triton.flash_tiles import num_kv_splits
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, 128, device="cuda").bfloat16() for n in (70, 700, 700))
-    length = torch.tensor([700, 30], device="cuda")  # some shares are empty
-    seen, entropy = fused(q, k, v, 0.2, length, entropy=True, SHARES=shares, **blocks(70, 700))
-    exact, right = reference(q.double(), k.double(), v.double(), 0.2, length, entropy=True)
+    length = torch.tensor([700, 30], device="cuda")  # some splits are empty
+    monkeypatch.setattr(kernels, "num_kv_splits", lambda *sizes: splits)
+    seen, entropy = kernels.fused_attention(q, k, v, 0.2, length, return_entropy=True)
+    exact, right = flash_attention.attend(q.double(), k.double(), v.double(), 0.2, length, return_entropy=True)
     assert off(seen, exact) < 0.01
     assert (entropy - right).abs().max() < 2e-3
-    assert shares_of_keys(32, 1000, 132) == 4
-    assert shares_of_keys(32, 100, 132) == shares_of_keys(264, 4000, 132) == 1
+    assert num_kv_splits(32, 1000, 132) == 4
+    assert num_kv_splits(32, 100, 132) == num_kv_splits(264, 4000, 132) == 1
 
 
 @pytest.mark.gpu
@@ -249,16 +257,16 @@ def test_attention_whose_keys_are_shared(shares: int) -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(70, 40), (70, 700), (600, 700), (3000, 700)])
 @pytest.mark.parametrize("entropy", [False, True])
 @torch.no_grad()
-def test_attention_in_front_of_8_bits(queries: int, keys: int, entropy: bool) -> None:
+def test_attention_in_front_of_fp8(queries: int, keys: int, entropy: bool) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, 128, device="cuda").bfloat16() for n in (queries, keys, keys))
     layer = FP8Linear(nn.Linear(384, 64).to("cuda", torch.bfloat16), 0.5)
     length = torch.tensor([keys, 30], device="cuda")
-    seen, _ = attend(q, k, v, 0.2, length, entropy=entropy, reads=reads(layer))
-    exact, _ = reference(q.double(), k.double(), v.double(), 0.2, length)
+    seen, _ = flash_attention.attend(q, k, v, 0.2, length, return_entropy=entropy, input_format=input_format(layer))
+    exact, _ = flash_attention.attend(q.double(), k.double(), v.double(), 0.2, length)
     assert seen.shape == exact.shape
-    assert seen.dtype == FORMAT
-    assert off(seen.float() / layer.reads.by, exact) < 0.035, "three bits"
+    assert seen.dtype == FP8_DTYPE
+    assert off(seen.float() / layer.input_format.scale, exact) < 0.035, "three bits"
 
 
 @on_gpu
@@ -276,7 +284,7 @@ def test_numbers_between_host_and_device(device: str, count: int) -> None:
 
 def test_the_entropy_of_equal_keys_is_the_logarithm_of_their_number() -> None:
     q, k = torch.randn(1, 2, 3, 32), torch.ones(1, 2, 40, 32)
-    _, entropy = attend(q, k, k, 1.0, torch.tensor([7]), entropy=True)
+    _, entropy = flash_attention.attend(q, k, k, 1.0, torch.tensor([7]), return_entropy=True)
     assert torch.allclose(entropy, torch.full((1, 3), 7.0).log())
     assert torch.allclose(attention_entropy(q, k, 1.0), torch.full((1, 3), 40.0).log())
 
@@ -296,7 +304,7 @@ def test_keys_and_values_go_to_the_cache(device: str, rotary: bool, ragged: bool
     order = torch.stack([torch.randperm(tokens, device=device) for _ in range(rows)])
     chosen = Selection(order, torch.tensor([4, 9], device=device)) if ragged else None
     cache = KVCache.empty(rows, heads, width, qkv.dtype, qkv.device)
-    assert stores(attn, qkv, positions) == (device == "cuda")
+    assert kv_store.supports(attn, qkv, positions) == (device == "cuda")
     for _ in range(2):  # behind what is there
         q = cache.update(attn, qkv, positions, chosen)
     turned = None if positions is None else plain.plain(select_positions(positions, chosen))
@@ -327,7 +335,7 @@ def test_keys_and_values_of_packed_tokens(device: str, turn: str, normed: bool, 
     qkv[:, sum(counts) :] = math.nan
     angle = torch.randn(rows, cells, width if turn == "halves" else width // 2, device=device)
     positions = None if turn == "still" else torch.stack((angle.cos(), angle.sin()), -1)
-    assert stores(attn, qkv, positions)
+    assert kv_store.supports(attn, qkv, positions)
     start = torch.arange(rows, device=device)
     k, v = torch.full((2, rows, heads, 200, width), math.nan, device=device, dtype=qkv.dtype)
     q = split_and_store(attn, qkv, positions, k, v, start, chosen)
@@ -369,7 +377,7 @@ def test_a_stream_is_summed_by_the_norm_that_reads_it(device: str, norm, gated: 
     modulation = torch.randn(rows, 1, 6, channels, device=device)
     norm, gate = norm(modulation), modulation[:, :, 0] if gated else None
     some = Selection(torch.tensor([[6, 0, 3], [1, 2, 5]], device=device), torch.tensor([3, 2], device=device))
-    assert fuses(x) == (device == "cuda")
+    assert residual_norm.supports(x) == (device == "cuda")
     exact = nn.Linear(channels, 16).to(device)
     reader = nn.Linear(channels, 16).to(device, dtype_of(device))
     for chosen in (None, some):
@@ -397,31 +405,35 @@ def normed(x: torch.Tensor, norm: Norm) -> plain.Array:
     return y if norm.term is None else y + plain.plain(norm.term)
 
 
-def some_parts(shape: Sequence[int], device: str) -> list[Parts]:
+def some_parts(shape: Sequence[int], device: str) -> list[SplitKPartials]:
     """What linear layers of few rows give, and those in 8 bits."""
     bias = torch.randn(shape[-1], device=device)
     whole = torch.randn(1, *shape, device=device).to(dtype_of(device))
-    return [Parts(torch.randn(4, *shape, device=device), bias), Parts(whole, bias), Parts(whole)]
+    return [
+        SplitKPartials(torch.randn(4, *shape, device=device), bias),
+        SplitKPartials(whole, bias),
+        SplitKPartials(whole),
+    ]
 
 
 @on_both
 @torch.no_grad()
-def test_a_norm_in_front_of_8_bits(device: str) -> None:
+def test_a_norm_in_front_of_fp8(device: str) -> None:
     torch.manual_seed(0)
     x, scale = torch.randn(2, 5, 48, device=device) * 7, torch.randn(2, 1, 48, device=device)
     norm = Norm(1e-6, scale, scale.flip(-1), plus_one=True)
     layer = nn.Linear(48, 32).to(device, torch.bfloat16)
     small = FP8Linear(layer)
     read = ResidualStream(x).normed(norm, small)
-    assert read.dtype == (FORMAT if device == "cuda" else torch.bfloat16)
+    assert read.dtype == (FP8_DTYPE if device == "cuda" else torch.bfloat16)
     exact = torch.from_numpy(normed(x, norm)).to(device)
     three_bits(small.rounded(read), exact, small)
     assert off(small(read), exact @ layer.weight.double().t() + layer.bias.double()) < 0.05
 
 
 def three_bits(rounded: torch.Tensor, exact: torch.Tensor, layer: FP8Linear) -> None:
-    assert rounded.dtype == FORMAT
-    assert ((rounded.float() / layer.reads.by - exact).abs() <= exact.abs() / 15 + 1e-3).all()
+    assert rounded.dtype == FP8_DTYPE
+    assert ((rounded.float() / layer.input_format.scale - exact).abs() <= exact.abs() / 15 + 1e-3).all()
     assert rounded.float().abs().max() > 4, "the range is used"
 
 
@@ -433,13 +445,13 @@ def test_a_linear_layer_for_few_rows(device: str, rows) -> None:
     x = torch.randn(*rows, 1024, device=device).to(dtype_of(device))
     layer = nn.Linear(1024, 128).to(x)
     small = FP8Linear(copy.deepcopy(layer))
-    found, rounded = linear_for_sum(x, layer), linear_for_sum(x, small)
-    assert isinstance(found, Parts) == (device == "cuda" and rows != (2, 65))
-    total = found.total() if isinstance(found, Parts) else found
+    found, rounded = linear_split_k(x, layer), linear_split_k(x, small)
+    assert isinstance(found, SplitKPartials) == (device == "cuda" and rows != (2, 65))
+    total = found.total() if isinstance(found, SplitKPartials) else found
     most = 0.01 if device == "cuda" else 1e-5
     assert off(total, plain.plain(x) @ plain.plain(layer.weight).T + plain.plain(layer.bias)) < most
-    assert isinstance(rounded, Parts)
-    assert len(rounded.sums) == (4 if device == "cuda" and rows != (2, 65) else 1)
+    assert isinstance(rounded, SplitKPartials)
+    assert len(rounded.partials) == (4 if device == "cuda" and rows != (2, 65) else 1)
     product = plain.plain(small.rounded(x).float()) @ plain.plain(small.weight.float()).T * small.factor
     assert off(rounded.total(), product + plain.plain(small.bias)) < most
 
@@ -447,7 +459,7 @@ def test_a_linear_layer_for_few_rows(device: str, rows) -> None:
 @on_both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
-def test_a_linear_layer_in_8_bits(device: str, dtype: torch.dtype) -> None:
+def test_a_linear_layer_in_fp8(device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(256, 96).to(device, dtype)
     layer.weight[:8] *= 100  # one factor for all: the range is wide enough
@@ -479,7 +491,7 @@ def test_a_linear_layer_in_8_bits(device: str, dtype: torch.dtype) -> None:
 @on_both
 @pytest.mark.parametrize("rows", [(2, 5), (2, 600), (3, 2100)], ids=["few", "some", "many"])
 @torch.no_grad()
-def test_an_mlp_in_8_bits(device: str, rows) -> None:
+def test_an_mlp_in_fp8(device: str, rows) -> None:
     torch.manual_seed(0)
     mlp = MLP(64, 256).to(device, torch.bfloat16)
     x = torch.randn(*rows, 64, device=device).bfloat16()
@@ -488,18 +500,18 @@ def test_an_mlp_in_8_bits(device: str, rows) -> None:
     sizes = input_rms(mlp, 1.0)
     mlp.fc1, mlp.fc2 = FP8Linear(mlp.fc1, sizes["fc1"]), FP8Linear(mlp.fc2, sizes["fc2"])
     between = linear_gelu(x, mlp.fc1, mlp.fc2)
-    assert between.dtype == (FORMAT if device == "cuda" else torch.bfloat16)
+    assert between.dtype == (FP8_DTYPE if device == "cuda" else torch.bfloat16)
     three_bits(mlp.fc2.rounded(between), F.gelu(mlp.fc1(x).float(), approximate="tanh"), mlp.fc2)
     found = mlp(x)
-    assert isinstance(found, Parts)
+    assert isinstance(found, SplitKPartials)
     assert off(found.total(), exact) < 0.06
 
 
 @on_both
-@pytest.mark.parametrize("rule", [Linkage(True), Linkage(True, 1, 0.3), Linkage(False)])
+@pytest.mark.parametrize("rule", [LayerLinkage(True), LayerLinkage(True, 1, 0.3), LayerLinkage(False)])
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("known", [False, True])
-def test_linkage(device: str, rule: Linkage, empty: bool, known: bool) -> None:
+def test_linkage(device: str, rule: LayerLinkage, empty: bool, known: bool) -> None:
     """The kernel against the formula, image by image."""
     torch.manual_seed(0)
     rule, tokens, ratio = rule._replace(empty=empty), 60, [0.6, 0.0, 0.99]
@@ -578,7 +590,7 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
         for waiting in (None, delta, *some_parts(packed.shape, device)):
             stream = ResidualStream(packed)
             if waiting is not None:
-                missing = waiting.total() if isinstance(waiting, Parts) else waiting
+                missing = waiting.total() if isinstance(waiting, SplitKPartials) else waiting
                 less = packed - gather_rows(gate, there) * missing
                 stream = ResidualStream(less)
                 stream.add(waiting, gate)
@@ -589,7 +601,7 @@ def test_holes_are_filled(device: str, mode: str, grids) -> None:
             if waiting is not None:
                 stream = ResidualStream(less)
                 stream.add(waiting, gate)
-            assert off(fused_put(x.to(device), there, stream).cpu(), scatter(x, chosen, y)) < 1e-6
+            assert off(fused_scatter(x.to(device), there, stream).cpu(), scatter(x, chosen, y)) < 1e-6
             if waiting is not None:
                 whole, missing = ResidualStream(expected.to(device)), torch.randn(2, cells, channels, device=device)
                 whole.add(missing, gate)
@@ -609,9 +621,9 @@ def test_the_entropy_of_the_lens(device: str, unit: str) -> None:
     logits = head(Norm(1e-6, scale, shift, plus_one=True)(x)).unflatten(-1, (5, 2))
     parts = BitHead.of(head, scale[:, 0], shift[:, 0], 1e-6)
     assert torch.allclose(parts.logits(x), logits[..., 1] - logits[..., 0], atol=1e-4)
-    assert looks(x) == (device == "cuda")
+    assert logit_lens.supports(x) == (device == "cuda")
     if device == "cuda":
-        assert off(fused_lens(x, parts, unit)[0], token_entropy(logits, unit)) < 1e-5
+        assert off(fused_logit_lens(x, parts, unit)[0], token_entropy(logits, unit)) < 1e-5
 
 
 @on_gpu
@@ -639,11 +651,11 @@ def test_the_lens_follows_holes_that_are_filled(device: str, mode: str, grids) -
         moments = lens.moments(x, chosen)
         assert moments is not None
         if layer == 1:  # holes stay as they are
-            x = fused_put(x, chosen, ResidualStream(y), moments)
-            lens.filled = Filled(x, chosen)
+            x = fused_scatter(x, chosen, ResidualStream(y), moments)
+            lens.restored = RestoredState(x, chosen)
         else:
             x = fused_restore(x, cached, grids, mode, chosen, ResidualStream(y), None, moments)
-            lens.filled = Filled(x, chosen, cached, grids, mode)
+            lens.restored = RestoredState(x, chosen, cached, grids, mode)
         assert off(moments[..., 0], x[:2].mean(-1)) < 1e-5
         before = resize_tokens(cached.double(), *grids, mode)
         exact = scatter(exact + before * (layer != 1), chosen, chosen.padded(y).double())
@@ -654,13 +666,13 @@ def test_the_lens_trusts_only_what_it_saw() -> None:
     lens, x = LogitLens(1, lambda: None), torch.zeros(2, 3, 4)
     chosen = Packed.of_mask(torch.ones(2, 3, dtype=torch.bool))
     assert lens.moments(x, chosen) is None  # nothing was looked at
-    lens.look = Look(torch.zeros(1, 3), torch.zeros(1, 3, 16), torch.zeros(1, 3, 2))
-    lens.seen = x
+    lens.stats = BitStats(torch.zeros(1, 3), torch.zeros(1, 3, 16), torch.zeros(1, 3, 2))
+    lens.state = x
     assert lens.moments(x.clone(), chosen) is None
-    lens.seen = x
+    lens.state = x
     assert lens.moments(x, Selection(chosen.index, chosen.count)) is None
-    lens.seen = x
-    assert lens.moments(x, chosen) is lens.look.moments
+    lens.state = x
+    assert lens.moments(x, chosen) is lens.stats.moments
     assert lens.moments(x, chosen) is None  # not since it was filled
 
 
@@ -691,7 +703,7 @@ def test_group_norm(device: str, channels: int, side: int, silu: bool) -> None:
     assert off(group_norm(x, offset, norm, silu), plain.group_norm(values + plus, norm, silu)) < most
     h = torch.randn_like(x)
     total = values + plain.plain(h) + plus
-    joined, sums = join(x, h, offset, 32)
+    joined, sums = add(x, h, offset, 32)
     assert off(joined, total) < most
     found = group_norm(joined.clone(memory_format=torch.preserve_format), None, norm, silu, sums=sums)
     assert off(found, plain.group_norm(plain.plain(joined), norm, silu)) < most
@@ -716,7 +728,7 @@ def test_norm_and_a_convolution_to_few_channels(device: str, channels: int, side
 
 @on_both
 @torch.no_grad()
-@pytest.mark.parametrize("small", [False, True], ids=["plain", "8 bits"])
+@pytest.mark.parametrize("small", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize(
     ("channels", "outputs", "side"), [(128, 128, 33), (256, 128, 16), (128, 256, 5), (256, 512, 20)]
@@ -732,7 +744,7 @@ def test_a_convolution_with_what_comes_behind(device, channels, outputs, side, j
     x = layer.rounded(x).contiguous(memory_format=torch.channels_last) if small else x
     exact = plain.conv(plain.plain(x.float()), plain.plain(layer.weight.float())) * (layer.factor if small else 1)
     exact = exact + plain.plain(term)[:, None, None] + (0 if kept is None else plain.plain(kept))
-    assert convolves(x, outputs) == (small and device == "cuda" and torch.cuda.get_device_capability() >= (9, 0))
+    assert supports_conv(layer, x.device) == (device == "cuda" and torch.cuda.get_device_capability() >= (9, 0))
     found, sums, late = convolve(x, layer, term, 32, kept)
     found = found if late is None else found + late[:, None, None]
     assert off(found, exact) < (0.01 if device == "cuda" else 1e-5)
@@ -744,7 +756,7 @@ def test_a_convolution_with_what_comes_behind(device, channels, outputs, side, j
 
 @on_both
 @torch.no_grad()
-@pytest.mark.parametrize("small", [False, True], ids=["plain", "8 bits"])
+@pytest.mark.parametrize("small", [False, True], ids=["plain", "fp8"])
 def test_a_decoder(device: str, small: bool) -> None:
     torch.manual_seed(0)
     decoder = Decoder(128, (1, 2), 8, 1, False).requires_grad_(False).to(device)
@@ -754,7 +766,7 @@ def test_a_decoder(device: str, small: bool) -> None:
     exact = copy.deepcopy(decoder).double()
     decoder.to(dtype_of(device))
     if small:
-        round_convolutions(decoder, conv_taken)
+        round_convolutions(decoder, lambda layer: True)
         assert sum(isinstance(m, FP8Conv) for m in decoder.modules()) == 2 * 6
     z = torch.randn(3, 8, 11, 18, device=device)
     right = exact(z.double())
@@ -771,9 +783,9 @@ def test_an_exact_linear_layer(device: str, tokens: int, channels: int, outputs:
     torch.manual_seed(0)
     x, layer = torch.randn(2, tokens, channels, device=device), nn.Linear(channels, outputs).to(device)
     exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
-    found = linear_exact(x, layer)
+    found = linear_fp32(x, layer)
     assert off(found, exact) < 2e-6
-    assert torch.equal(found[:1], linear_exact(x[:1], layer))
+    assert torch.equal(found[:1], linear_fp32(x[:1], layer))
 
 
 @on_both
@@ -793,7 +805,7 @@ def test_codes_go_into_a_map_and_out_of_it(device: str, patchify: bool, grid) ->
     assert off(tokenizer.add(features, codes, scale, schedule), exact) < 1e-6
     found = tokenizer.inputs(features, scale)
     assert off(found, plain.unfolded(small, p)) < 1e-6
-    assert maps_taken(features) == (device == "cuda")
+    assert feature_maps.supports(features) == (device == "cuda")
 
 
 @on_both
@@ -815,7 +827,7 @@ def test_bits_are_drawn(device: str, top_p: float, top_k: int) -> None:
     assert torch.equal(guide(raw, 2, None, weight, by), logits)
     assert torch.equal(guide(raw, 2, None, weight), guide(raw, 2, None, 3.0))
     expected = (keep_top(logits, top_k, top_p).softmax(-1) / noise).argmax(-1)
-    assert takes(logits) == (device == "cuda")
+    assert bit_sampling.supports(logits) == (device == "cuda")
     if device == "cuda":
         assert torch.equal(fused_draw(logits, noise, top_p, top_k), expected.int())
         assert torch.equal(fused_draw(logits, noise, p, k), expected.int())
@@ -837,7 +849,7 @@ MAKERS = {"var": tiny_var, "infinity": tiny_infinity, "hart": tiny_hart}
 
 @on_both
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_model_in_8_bits(device: str, make) -> None:
+def test_a_model_in_fp8(device: str, make) -> None:
     """Its logits from the same tokens, against those of a model in float32; and it can be captured."""
     tokens = ask(make(), 2).tokens
     plain, small = make(), make().to(device, dtype="bfloat16")
@@ -863,7 +875,7 @@ def test_a_model_in_8_bits(device: str, make) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("tma", [True, False], ids=["fetched", "loaded"])
-@pytest.mark.parametrize("small", [False, True], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("small", [False, True], ids=["16 bits", "fp8"])
 def test_a_graph_of_a_product_is_replayed_with_other_numbers_of_tokens(
     device: str, small: bool, tma: bool, monkeypatch
 ):
@@ -879,11 +891,11 @@ def test_a_graph_of_a_product_is_replayed_with_other_numbers_of_tokens(
     start = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
     with torch.inference_mode():
         expected = (layer(x) if small else torch.nn.functional.linear(x, layer.weight, layer.bias)).float()
-        ragged_linear.ragged_linear(x, layer, start)
+        ragged_linear.linear(x, layer, start)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = ragged_linear.ragged_linear(x, layer, start)
+            found = ragged_linear.linear(x, layer, start)
         for total in (0, 1, 64, 65, 200, 640, 1300, 2048, 3):
             start[1:] = torch.tensor([total // 2, total])
             graph.replay()

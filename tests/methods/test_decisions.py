@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.pipelines import ask
 
-from nextscale.methods.nova.layer_linkage import DEVIATION, Linkage
+from nextscale.methods.nova.layer_linkage import DEVIATION, LayerLinkage
 
 
 @pytest.fixture
@@ -31,11 +31,11 @@ def test_no_decision_comes_twice(decisions) -> None:
 
 def test_a_fixed_decision_alternates(decisions) -> None:
     means = decisions.alternating(7, 0.15, 6).means(8, 6)
-    notes = torch.zeros(6, 4, 1, dtype=torch.float64)
+    layer_stats = torch.zeros(6, 4, 1, dtype=torch.float64)
     for layer, mean in enumerate(means):
         one = torch.ones(1, dtype=torch.float64)
-        Linkage(True).note(mean * one, 0.5 * one, notes, layer, 100)
-    assert notes[:, DEVIATION, 0].tolist() == pytest.approx([0, -0.15, 0.15, -0.15, 0.15, -0.15])
+        LayerLinkage(True).update(mean * one, 0.5 * one, layer_stats, layer, 100)
+    assert layer_stats[:, DEVIATION, 0].tolist() == pytest.approx([0, -0.15, 0.15, -0.15, 0.15, -0.15])
 
 
 def test_what_is_given_is_what_is_done(decisions, infinity) -> None:

@@ -168,7 +168,7 @@ def test_5_the_trace_adds_up(model, method, monkeypatch) -> None:
     runs, lengths = [], {}
     original = eager.GenerationState
 
-    def remember(*args):
+    def load(*args):
         runs.append(original(*args))
         return runs[-1]
 
@@ -177,7 +177,7 @@ def test_5_the_trace_adds_up(model, method, monkeypatch) -> None:
             conditional = row < runs[0].rows.images
             lengths[image, conditional] = [int(cache.lengths[row]) for cache in runs[0].kv]
 
-    monkeypatch.setattr(eager, "GenerationState", remember)
+    monkeypatch.setattr(eager, "GenerationState", load)
     out = ask(pipe, 2, method=method, callback_on_scale_end=look, **size)
     data = out.trace.to_dict()
     schema = json.loads(package_files("nextscale").joinpath("trace.schema.json").read_text())

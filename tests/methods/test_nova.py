@@ -12,7 +12,7 @@ from nextscale import NOVA
 from nextscale.engine.entropy import attention_entropy, token_entropy
 from nextscale.engine.rows import Rows
 from nextscale.methods.nova.growth import Growth
-from nextscale.methods.nova.layer_linkage import Linkage
+from nextscale.methods.nova.layer_linkage import LayerLinkage
 from nextscale.methods.nova.policy import NOVAPolicy
 from nextscale.methods.policy import ScaleContext
 from nextscale.methods.selection import Packed, Selection, scatter, topk_select
@@ -170,12 +170,12 @@ def test_keep_highest() -> None:
 @pytest.mark.parametrize("empty", [False, True])
 def test_at_least_one_token_stays(empty: bool) -> None:
     """Ratios are clipped below 1, so that `allow_empty` has nothing to allow."""
-    rule = Linkage(linked=True, empty=empty)
+    rule = LayerLinkage(linked=True, empty=empty)
     for tokens in (1, 2, 3, 100, 4096, 16129):
-        notes = torch.zeros(2, 4, 1, dtype=torch.float64)
+        layer_stats = torch.zeros(2, 4, 1, dtype=torch.float64)
         for layer, mean in enumerate((1.0, 1e-9)):  # the second layer is far surer than the first
-            rule.note(torch.tensor([mean]).double(), torch.ones(1).double(), notes, layer, tokens)
-        assert notes[:, 3, 0].tolist() == [1, 1]
+            rule.update(torch.tensor([mean]).double(), torch.ones(1).double(), layer_stats, layer, tokens)
+        assert layer_stats[:, 3, 0].tolist() == [1, 1]
 
 
 def test_token_entropy() -> None:
@@ -283,7 +283,7 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
         look.products.copy_(torch.where(kept, state.x[:images] @ head.factor, look.products + received))
         look.entropy.copy_(entropy_of(look.products, *look.moments.unbind(-1), head, unit))
 
-    keep = Linkage.keep
+    keep = LayerLinkage.keep
     method = NOVA(t_est=2, alpha=10, probe="lens", max_layer_keep=0.4, cache=cache)
     for pipe in (infinity, patchified):
         expected = ask(pipe, images=2, method=method)
@@ -297,7 +297,7 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
             patch.setattr("nextscale.kernels.logit_lens.fused_restored_logit_lens", filled)
             patch.setattr("nextscale.runtime.eager.supports_packed", lambda backbone: True)
             patch.setattr(
-                Linkage, "keep", lambda rule, e, *rest, **more: packed(keep(rule, e, *rest, **more), e.shape[1])
+                LayerLinkage, "keep", lambda rule, e, *rest, **more: packed(keep(rule, e, *rest, **more), e.shape[1])
             )
             found = ask(pipe, images=2, method=method)
         assert all(map(torch.equal, found.tokens, expected.tokens))

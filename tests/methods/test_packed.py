@@ -23,7 +23,7 @@ from nextscale.kernels import residual_norm
 from nextscale.kernels.residual_norm import Norm
 from nextscale.kernels.split_k import SplitKPartials
 from nextscale.methods.base import Method
-from nextscale.methods.nova.layer_linkage import Linkage
+from nextscale.methods.nova.layer_linkage import LayerLinkage
 from nextscale.methods.policy import Capabilities, Policy
 from nextscale.methods.selection import Packed, Selection, gather, scatter, topk_select
 from nextscale.models.residual import ResidualStream
@@ -307,7 +307,7 @@ def test_packed_tokens_through_a_whole_run(any_pipe, method: str, monkeypatch) -
     check()
     assert known
     assert all(known)
-    monkeypatch.setattr(Linkage, "keep", as_kernels_choose(Linkage.keep))
+    monkeypatch.setattr(LayerLinkage, "keep", as_kernels_choose(LayerLinkage.keep))
     for module in ("fastvar", "random_selection", "sparsevar", "toprovar"):
         monkeypatch.setattr(f"nextscale.methods.{module}.topk_select", as_kernels_choose(topk_select))
     check()

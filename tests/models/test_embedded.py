@@ -275,6 +275,6 @@ def test_words_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "    airplane (airplanes, " in text
     assert "relations (5)" in text
     assert run_cli(monkeypatch, "words", "colours") == 0
-    assert capsys.readouterr().out.startswith("colors (12)\n    red (crimson, scarlet)\n")
+    assert capsys.readouterr().out.startswith("colours (12)\n    red (crimson, scarlet)\n")
     assert run_cli(monkeypatch, "words", "verbs") == 2
     assert "unknown kind 'verbs'; allowed: objects" in capsys.readouterr().err

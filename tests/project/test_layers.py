@@ -19,7 +19,7 @@ LAYERS = (
     ("runtime.base",),
     ("engine",),
     ("runtime",),
-    ("pipeline", "testing"),
+    ("pipeline", "testing", "official"),  # the last makes a pipeline, and no checkpoint of ours needs it
     ("research",),
     ("cli",),
 )

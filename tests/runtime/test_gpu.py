@@ -198,7 +198,7 @@ def test_infinite_logits_are_noticed(name: str) -> None:
     behaviors.infinite_logits_are_noticed(both(name)[1])
 
 
-@pytest.mark.parametrize("how", [None, "one rests", "the first is unguided first"])
+@pytest.mark.parametrize("how", [None, "one skips", "the first is unguided first"])
 def test_what_a_callback_keeps_stays(how) -> None:
     method = how and behaviors.Leaving(**behaviors.LEAVING[how])
     behaviors.what_a_callback_keeps_stays(both("infinity")[1], method)

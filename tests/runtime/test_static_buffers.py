@@ -14,7 +14,7 @@ from nextscale.engine.rows import Rows
 from nextscale.engine.schedule import Schedule
 from nextscale.errors import NextscaleError
 from nextscale.methods.device_inputs import FetchedInputs
-from nextscale.methods.token_cache import Places, TokenCaches
+from nextscale.methods.token_cache import StaticMaps, TokenCaches
 from nextscale.models.flat_parameters import flatten_parameters
 from nextscale.runtime.cudagraph.readback import MAX_COPIED, HostReadback, PendingReport
 
@@ -93,27 +93,27 @@ def test_scales_fetch_the_numbers_that_were_uploaded_for_them() -> None:
 
 def test_two_buffers_are_enough_for_a_map() -> None:
     schedule = Schedule.squares((1, 2, 3, 4, 6))
-    cache = TokenCaches(Places(schedule))["x"]
+    cache = TokenCaches(StaticMaps(schedule))["x"]
     rows, maps = Rows((0,), ()), {}
     for scale in schedule:
         maps[scale.index] = torch.randn(1, scale.tokens, 2)
         cache.store(rows, scale.grid, maps[scale.index])
         assert torch.equal(cache.read(rows, scale.grid, "nearest"), maps[scale.index])
-    assert cache.places.nbytes == 4 * 2 * (9 + 16 + 36), "the last scale, which nobody asks, has its own"
+    assert cache.buffers.nbytes == 4 * 2 * (9 + 16 + 36), "the last scale, which nobody asks, has its own"
 
 
 def test_a_map_is_not_overwritten_while_it_is_read() -> None:
     """If a scale was left out, and where the grid is always the same."""
     schedule, rows = Schedule.squares((1, 2, 3, 4, 6)), Rows((0,), ())
     for grids in ([(1, 1), (3, 3), (4, 4)], [(1, 1)] * 4):
-        cache = TokenCaches(Places(schedule))["x"]
+        cache = TokenCaches(StaticMaps(schedule))["x"]
         cache.store(rows, grids[0], torch.zeros(1, grids[0][0] ** 2, 2))
         for n, grid in enumerate(grids[1:], 1):
-            before = cache.newest(rows).maps
+            before = cache.latest(rows).maps
             cache.store(rows, grid, torch.full((1, grid[0] * grid[1], 2), float(n)))
             assert (before == n - 1).all()
-            assert (cache.newest(rows).maps == n).all()
-        assert cache.places.nbytes <= 4 * 2 * (9 + 16 + 9), "as few as that takes"
+            assert (cache.latest(rows).maps == n).all()
+        assert cache.buffers.nbytes <= 4 * 2 * (9 + 16 + 9), "as few as that takes"
 
 
 def test_static_noise_is_that_of_the_current_call() -> None:

@@ -1,7 +1,7 @@
-"""What any way to run scales must give, whoever captures them: bodies of tests.
+"""What every runtime must do: bodies of tests.
 
-`pipe` is eager, `other` is the same model with the executor in question. test_runtime.py runs them with an emulated
-recorder on a CPU, test_gpu.py with CUDA graphs.
+`pipe` is eager, `other` is the same model with the executor in question. test_cuda_graphs.py and test_warmup.py run
+them with emulated graphs on a CPU, test_gpu.py with CUDA graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.pipelines import ask, embeds, same_tokens
 from nextscale import NOVA, SkipVAR
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Method
-from nextscale.methods.policy import Policy
+from nextscale.methods.policy import PlainPolicy
 
 UNGUIDED = {"var": 0.0, "infinity": 1.0, "hart": 0.0}  # guidance_scale of a plain run of each family
 REDUCED = NOVA(t_est=2, alpha=10, uncomputed="nothing")
@@ -30,7 +30,7 @@ REDUCED = NOVA(t_est=2, alpha=10, uncomputed="nothing")
 
 @dataclass(frozen=True)
 class Leaving(Method):
-    """Images leave out scales, stop, or lose their guidance, each at its own; with another method's reduction.
+    """Images skip scales, stop, or lose their guidance, each at its own; with another method's reduction.
 
     Pairs are (image, scale), both from 0; an image stops, or is unguided, from that scale on.
     """
@@ -42,7 +42,7 @@ class Leaving(Method):
     unguided: tuple[tuple[int, int], ...] = ()
 
     def start(self, context):
-        policy = Policy(context) if self.like is None else self.like.start(context)
+        policy = PlainPolicy(context) if self.like is None else self.like.start(context)
         inner = policy.plan_scale
 
         def plan_scale(scale):
@@ -57,12 +57,12 @@ class Leaving(Method):
         return policy
 
 
-# Images that are not there for a while, are gone early, or are without an unconditional row before the others.
+# Images that skip a scale, stop early, or lose their unconditional row before the others.
 LEAVING = {
-    "one rests": {"skip": ((0, 3),)},
+    "one skips": {"skip": ((0, 3),)},
     "the first is unguided first": {"unguided": ((0, 3), (1, 5))},
     "the last is unguided first": {"unguided": ((0, 5), (1, 3))},
-    "one rests, one is unguided": {"skip": ((1, 3),), "unguided": ((0, 4),)},
+    "one skips, one is unguided": {"skip": ((1, 3),), "unguided": ((0, 4),)},
     "one is unguided and stops": {"unguided": ((0, 3),), "stop": ((0, 5),)},
 }
 
@@ -105,7 +105,7 @@ def all_captured(pipe: Any, out: Any) -> bool:
 
 
 def batches_are_padded(pipe, other, method: Method | None) -> None:
-    """Three pictures are made in the place of four if that was warmed up."""
+    """A batch of three images is padded to four if that was warmed up."""
     size = {"pixel_budget": "0.06M"} if pipe.backbone.family == "infinity" else None
     other.warm_up([size], [method], [4], text_tokens=16)
     before = other.captured
@@ -119,7 +119,7 @@ def batches_are_padded(pipe, other, method: Method | None) -> None:
 
 
 def settings(pipe) -> list[dict[str, Any]]:
-    """One other value for each, of those that the model knows; every one changes its pictures."""
+    """One other value for each setting that the model knows; every one changes its images."""
     known: list[dict[str, Any]] = [
         {"guidance_scale": 1.5},
         {"temperature": 0.6},
@@ -132,7 +132,7 @@ def settings(pipe) -> list[dict[str, Any]]:
 
 
 def settings_are_those_of_the_call(pipe, other, method: Method | None = None) -> None:
-    """A call does not get another one's, though both have the same shape."""
+    """A call does not get another one's settings, though both have the same shape."""
     plain = ask(pipe, 1, method=method, output_type="latent")
     for options in ({}, *settings(pipe), {}):
         expected, found = (ask(p, 1, method=method, output_type="latent", **options) for p in (pipe, other))
@@ -185,7 +185,7 @@ def methods_are_those_of_the_call(pipe, other, methods: Sequence[Method]) -> Non
 
 
 def an_old_output_stays(pipe, other, method: Method | None) -> None:
-    """Whoever looks at an output after other calls finds what is its own."""
+    """An output read after other calls holds what is its own."""
 
     def look(out) -> dict[str, Any]:
         scales = range(1, len(out.tokens) + 1)
@@ -232,7 +232,7 @@ def infinite_logits_are_noticed(other) -> None:
 
 
 def what_a_callback_keeps_stays(pipe, method: Method | None) -> None:
-    """Maps, tokens and logits of a scale, read after later scales and calls, in which images may rest."""
+    """Maps, tokens and logits of a scale, read after later scales and calls, in which images may be inactive."""
     kept, copies = [], []
     names = ("features", "tokens", "logits", "raw_logits", "hidden")
 
@@ -249,15 +249,15 @@ def what_a_callback_keeps_stays(pipe, method: Method | None) -> None:
 
 
 def images_that_leave(pipe, other, how: dict[str, Any], like: Method | None) -> int:
-    """Batches of which some images rest, stop or lose guidance; calls without that share what was captured.
+    """Batches of which some images skip a scale, stop or lose guidance; calls without that share what was captured.
 
-    Gives how much a call captures that was made before.
+    Returns how many scales a call captures that was made before.
     """
     method = Leaving(like, **how)
     for first, m in ((0, method), (2, like), (2, method), (0, method)):
         expected, found = (ask(p, 2, first=first, method=m, output_type="latent") for p in (pipe, other))
         assert alike(expected, found), (first, m)
-    # Only what a method remembers of an image that leaves out a scale is not captured.
+    # Only what a method remembers of an image that skips a scale is not captured.
     assert all_captured(other, found) == (like is None or not how.get("skip"))
     rows = [[scale[0] for scale in image] for image in counts(expected)]
     assert rows[0] != rows[1] or len(set(rows[0])) > 1, "somebody left"

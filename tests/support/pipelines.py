@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import torch
+from support.weights import DATA, write_missing
 
 from nextscale.pipeline import Pipeline
 
-DATA = Path(__file__).parents[1] / "data"
+write_missing()
 BUNDLED = sorted(p.parent for p in DATA.glob("**/config.json"))
 
 

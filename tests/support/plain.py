@@ -139,8 +139,8 @@ def bit_entropy(z: Array) -> Array:
     return -(one * np.log(np.maximum(one, 1e-300)) + (1 - one) * np.log(np.maximum(sigmoid(-z), 1e-300)))
 
 
-def eight_bits(found: Tensor, exact: Array) -> None:
-    """As 8 bits tell it: three bits behind the first one, and what is too large becomes the largest.
+def close_fp8(found: Tensor, exact: Array) -> None:
+    """Equal up to the rounding of FP8 (e4m3): three bits behind the first one, and too large numbers are the largest.
 
     Triton's interpreter loses the carry of a number that is rounded up to a power of two, so these are not looked at;
     it cuts those below 2^-6, which may be off by one; and it forgets NaN.

@@ -39,7 +39,7 @@ def convert(blueprint: Blueprint, out: str | Path, dtype: torch.dtype, progress:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor to be written."""
 
     part: Part
@@ -53,18 +53,18 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def _entries(parts: dict[str, Part], dtype: torch.dtype) -> list[Entry]:
+def _entries(parts: dict[str, Part], dtype: torch.dtype) -> list[TensorEntry]:
     entries = []
     for prefix, part in parts.items():
         module = outline(part.family.module, part.config, part.state, part.names)
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         for key, name in part.names.items():
             target = dtype if module.computes_in_dtype(name) else torch.float32
-            entries.append(Entry(part, key, f"{prefix}.{name}", shapes[name], target))
+            entries.append(TensorEntry(part, key, f"{prefix}.{name}", shapes[name], target))
     return sorted(entries, key=lambda e: -e.dtype.itemsize)  # the wider dtype first, so that all is aligned
 
 
-def _write(file: BinaryIO, entries: list[Entry], progress: Progress | None) -> None:
+def _write(file: BinaryIO, entries: list[TensorEntry], progress: Progress | None) -> None:
     """Write the safetensors format a chunk at a time: its own writer wants every tensor in memory at once."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -22,4 +22,3 @@ def token_entropy(logits: Tensor, unit: str = "token") -> Tensor:
         return entropy.mean(-1) if unit == "bit" else entropy.sum(-1)
     logp = logits.float().log_softmax(dim=-1)
     return -(logp.exp() * logp).sum(-1)
-

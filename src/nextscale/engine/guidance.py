@@ -55,7 +55,8 @@ def guide(rows: Tensor, images: int, guided: Tensor | None, weight: Number, by: 
 
     `guided` holds the places of the guided images among the conditional rows; None = all or nothing.
     """
-    if bit_sampling.supports(rows) and (on_device(weight) or weight != 1) and guided is None and len(rows) == 2 * images:
+    weighted = on_device(weight) or weight != 1
+    if weighted and guided is None and len(rows) == 2 * images and bit_sampling.supports(rows):
         return bit_sampling.fused_combine(rows, images, weight, by)
     rows = rows.mul(as_of(by, rows)) if on_device(by) or by != 1 else rows
     conditional, unconditional = rows[:images], rows[images:]

@@ -83,29 +83,29 @@ class StaticNoise(PerImageNoise):
     """Numbers that were drawn beforehand and lie at fixed places, where a captured scale reads them."""
 
     def __init__(self, source: PerImageNoise) -> None:
-        self.source = source  # of the call at work
-        self.places: dict[int, dict[str, tuple[Tensor, Fill]]] = {}  # per scale, by their stream
-        self.full: set[int] = set()  # scales whose places hold the numbers of the call at work
+        self.source = source  # of the current call
+        self.buffers: dict[int, dict[str, tuple[Tensor, Fill]]] = {}  # per scale, by their stream
+        self.filled: set[int] = set()  # scales whose buffers hold the numbers of the current call
 
     def begin(self, source: PerImageNoise) -> None:
-        """Another call."""
-        self.source, self.full = source, set()
+        """Begin another call."""
+        self.source, self.filled = source, set()
 
     def noise(self, like: Tensor, scale: int, images: Sequence[int], stream: str, fill: Fill) -> Tensor:
-        places = self.places.setdefault(scale, {})
-        if stream not in places:
-            places[stream] = self.source.noise(like, scale, images, stream, fill), fill
-        return places[stream][0]
+        buffers = self.buffers.setdefault(scale, {})
+        if stream not in buffers:
+            buffers[stream] = self.source.noise(like, scale, images, stream, fill), fill
+        return buffers[stream][0]
 
     def refill(self, scale: int, images: Sequence[int]) -> None:
-        """What a scale will read, if that has not been done."""
-        if scale not in self.full:
-            self.full.add(scale)
-            for stream, (place, fill) in self.places.get(scale, {}).items():
-                if place.device == self.source.generator.device:
-                    self.source.write(place, scale, images, stream, fill)
+        """Write what a scale will read, if that has not been done."""
+        if scale not in self.filled:
+            self.filled.add(scale)
+            for stream, (buffer, fill) in self.buffers.get(scale, {}).items():
+                if buffer.device == self.source.generator.device:
+                    self.source.write(buffer, scale, images, stream, fill)
                 else:
-                    place.copy_(self.source.noise(place, scale, images, stream, fill))
+                    buffer.copy_(self.source.noise(buffer, scale, images, stream, fill))
 
 
 class GeneratorNoise:

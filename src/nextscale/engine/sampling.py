@@ -86,13 +86,13 @@ class Sampling:
         return ScaleSettings(self.guidance[scale], 1 / self.temperature[scale], self.top_k[scale], self.top_p)
 
     def stacked_settings(self, pinned: bool = False) -> Tensor:
-        """Of every scale, [scales, 4]: what a device is told."""
+        """Stack the settings of every scale, [scales, 4], for a device."""
         rows = [self.settings(scale) for scale in range(len(self.guidance))]
         return torch.tensor(rows, dtype=torch.float64, pin_memory=pinned)
 
     @property
     def max_top_k(self) -> int | None:
-        """How many of the likeliest codes a filter that is told its numbers looks at: 0 if it is off, None = all."""
+        """How many of the likeliest codes a filter on the device sorts: 0 if it is off, None = all."""
         most = max(self.top_k)
         return None if self.top_p or most > MAX_PARTIAL_SORT else MAX_PARTIAL_SORT if most else 0
 
@@ -127,7 +127,7 @@ def keep_top(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def keep_top_on_device(logits: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int | None) -> Tensor:
-    """The same with numbers that only the device knows; `max_top_k` is what `Sampling` says."""
+    """Filter as `keep_top` does, by numbers that only the device knows."""
     values = logits.shape[-1]
     rest = torch.where(top_p > 0, 1 - top_p, -1).to(logits.dtype)  # no share is as small
     if values == 2:

@@ -94,11 +94,11 @@ def _part(text: str) -> Method:
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
     """At separators that stand outside of brackets and quotes."""
-    parts, start, place, closing, quoted = [], 0, 0, list[str](), False
-    while place < len(text):
-        letter = text[place]
+    parts, start, buffer, closing, quoted = [], 0, 0, list[str](), False
+    while buffer < len(text):
+        letter = text[buffer]
         if quoted:
-            place += letter == "\\"  # whatever follows
+            buffer += letter == "\\"  # whatever follows
             quoted = letter != '"'
         elif letter == '"':
             quoted = True
@@ -107,10 +107,10 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
         elif letter in _CLOSE:
             if not closing or closing.pop() != letter:
                 raise NextscaleError(f"{text!r} has a {letter!r} that closes nothing")
-        elif not closing and separator.match(text, place):
-            parts.append(text[start:place].strip())
-            start = place + 1
-        place += 1
+        elif not closing and separator.match(text, buffer):
+            parts.append(text[start:buffer].strip())
+            start = buffer + 1
+        buffer += 1
     if quoted or closing:
         missing = '"' if quoted else closing[-1]
         raise NextscaleError(f"{text!r} is not complete: a {missing!r} is missing")

@@ -68,18 +68,18 @@ class CachedPolicy(Policy):
         if not restore.supports(x):
             return None
         cache, rows, grid = self.memory["added", layer, group], ctx.rows, ctx.scale.grid
-        newest, logit_lens = cache.newest(rows), ctx.fused_logit_lens
-        new = cache.place(rows, grid, x, self.context.dtype) if self.records(ctx.scale) else None
+        latest, logit_lens = cache.latest(rows), ctx.fused_logit_lens
+        new = cache.buffer(rows, grid, x, self.context.dtype) if self.records(ctx.scale) else None
         if chosen is None and new is not None:
             if logit_lens is not None:
                 logit_lens.forget()  # x will not be what it saw
             restored = restore.fused_record(x, stream, new)
-        elif isinstance(chosen, Packed) and newest is not None and self.restore_mode in restore.MODES:
-            grids, mode = (newest.grid, grid), self.restore_mode
+        elif isinstance(chosen, Packed) and latest is not None and self.restore_mode in restore.MODES:
+            grids, mode = (latest.grid, grid), self.restore_mode
             moments = None if logit_lens is None else logit_lens.moments(x, chosen)
-            restored = restore.fused_restore(x, newest.maps, grids, mode, chosen, stream, new, moments)
+            restored = restore.fused_restore(x, latest.maps, grids, mode, chosen, stream, new, moments)
             if logit_lens is not None and moments is not None:
-                logit_lens.restored = RestoredState(restored, chosen, newest.maps, grids, mode)
+                logit_lens.restored = RestoredState(restored, chosen, latest.maps, grids, mode)
         else:
             return None
         if new is not None:

@@ -96,12 +96,12 @@ class Packed(Selection):
     def of_mask(cls, mask: Tensor) -> Packed:
         """The cells that are True in [R, N]."""
         chosen = mask.flatten()
-        place = chosen.cumsum(0, dtype=torch.int32) - 1
+        buffer = chosen.cumsum(0, dtype=torch.int32) - 1
         last = chosen.numel()
         where = torch.arange(last, dtype=torch.int32, device=mask.device)
-        cell = where.new_zeros(last + 1).scatter(0, place.where(chosen, last).long(), where)[:-1]
-        ends = place.view(mask.shape)[:, -1] + 1
-        return cls(cell, torch.cat((ends.new_zeros(1), ends)), place.where(chosen, -1).view(mask.shape))
+        cell = where.new_zeros(last + 1).scatter(0, buffer.where(chosen, last).long(), where)[:-1]
+        ends = buffer.view(mask.shape)[:, -1] + 1
+        return cls(cell, torch.cat((ends.new_zeros(1), ends)), buffer.where(chosen, -1).view(mask.shape))
 
     @property
     def as_packed(self) -> Packed:
@@ -138,8 +138,8 @@ class Packed(Selection):
 
     def padded(self, x: Tensor) -> Tensor:
         """Tokens [1, T, ...] -> [R, most, ...]; padding is some token."""
-        place = self.start[:-1, None] + torch.arange(self.most, dtype=torch.int32, device=x.device)
-        return x[0][place.clamp_max(max(x.shape[1] - 1, 0)).long()]
+        buffer = self.start[:-1, None] + torch.arange(self.most, dtype=torch.int32, device=x.device)
+        return x[0][buffer.clamp_max(max(x.shape[1] - 1, 0)).long()]
 
     def packed(self, x: Tensor) -> Tensor:
         """Tokens [R, most, ...] -> [1, T, ...]."""

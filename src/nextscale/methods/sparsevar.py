@@ -16,7 +16,7 @@ from nextscale.errors import NextscaleError
 from nextscale.methods.base import Method
 from nextscale.methods.policy import Activation, Capabilities, Explanation, Group, Policy, PolicyContext, ScaleContext
 from nextscale.methods.selection import Selection, for_rows, gather, topk_select
-from nextscale.methods.token_cache import store_chosen
+from nextscale.methods.token_cache import store_selected
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SparseVARPolicy(Policy):
             own = None if chosen is None else chosen.first(images)
             moved = (y[:images] - gather(x[:images], own)).square().mean(-1, keepdim=True)
             which = Rows(ctx.rows.image_ids, ())
-            store_chosen(self.memory["change"], which, scale.grid, own, moved, self.method.restore_mode)
+            store_selected(self.memory["change"], which, scale.grid, own, moved, self.method.restore_mode)
         return super().restore(layer, group, x, chosen, y, ctx)
 
     def finalize(self, x: Tensor, ctx: ScaleContext) -> tuple[Tensor, Tensor | None]:

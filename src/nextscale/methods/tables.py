@@ -29,7 +29,7 @@ def read_table(name: str) -> Table:
         raise NextscaleError(f"unknown scale table {name!r}; allowed: {choices(have)}, or a .json file")
     content = read_json(path, "a scale table")
     try:
-        entries = tuple((float(place), float(ratio)) for place, ratio in content["entries"])
+        entries = tuple((float(buffer), float(ratio)) for buffer, ratio in content["entries"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise NextscaleError(f"{path} is not a scale table: {error}") from None
     return _checked(entries, str(path))
@@ -38,7 +38,7 @@ def read_table(name: str) -> Table:
 def _written(text: str) -> Table:
     try:
         pairs = [entry.split(":") for entry in text.split()]
-        return _checked(tuple((float(Fraction(place)), float(ratio)) for place, ratio in pairs), repr(text))
+        return _checked(tuple((float(Fraction(buffer)), float(ratio)) for buffer, ratio in pairs), repr(text))
     except (ValueError, ZeroDivisionError):
         raise NextscaleError(
             f"{text!r} is not a scale table; written out it reads '11/13:0.5 12/13:0.7 1:0.9'"
@@ -46,14 +46,14 @@ def _written(text: str) -> Table:
 
 
 def _checked(entries: Table, where: str) -> Table:
-    if not entries or any(not 0 < place <= 1 or not 0 <= ratio <= 1 for place, ratio in entries):
+    if not entries or any(not 0 < buffer <= 1 or not 0 <= ratio <= 1 for buffer, ratio in entries):
         raise NextscaleError(f"{where} is not a scale table: places lie in (0, 1] and ratios in [0, 1]")
     return tuple(sorted(entries))
 
 
-def relative_ratio(table: Table, place: float) -> float:
+def relative_ratio(table: Table, buffer: float) -> float:
     """The ratio of the entry nearest to a relative scale; 0 before the first one."""
     output = table[1][0] - table[0][0] if len(table) > 1 else 0.1
-    if place < table[0][0] - output / 2:
+    if buffer < table[0][0] - output / 2:
         return 0.0
-    return min(table, key=lambda entry: abs(entry[0] - place))[1]
+    return min(table, key=lambda entry: abs(entry[0] - buffer))[1]

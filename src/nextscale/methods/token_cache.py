@@ -1,7 +1,8 @@
-"""What a layer added at the last scale, for the tokens that skip it at this one."""
+"""Token maps that a policy keeps from scale to scale, such as what a layer added."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Row = tuple[int, bool]  # image, conditional
 
 
-def keys_of(rows: Rows) -> list[Row]:
+def row_keys(rows: Rows) -> list[Row]:
     return [(i, True) for i in rows.image_ids] + [(i, False) for i in rows.unconditional]
 
 
@@ -57,18 +58,17 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
-class Places:
-    """Fixed places for maps. A scale writes its own and reads those of the scale before: two for a name are enough.
-
-    Others are only needed where a scale was left out, or where a name has the same grid at every scale.
+class StaticMaps:
+    """Static buffers for maps. A scale writes one and reads that of the scale before: two per name are enough, but
+    where a scale was left out, or a name has the same grid at every scale.
     """
 
-    def __init__(self, schedule: Schedule, take: Callable[..., Tensor] | None = None) -> None:
-        """`take` gives the memory of a tensor by shape and dtype; else it is asked for."""
-        self.take = take
+    def __init__(self, schedule: Schedule, allocate: Callable[..., Tensor] | None = None) -> None:
+        """`allocate` makes a tensor of a shape and dtype."""
+        self.allocate = allocate
         before = [s for s in schedule if s.index < len(schedule) - 1]  # nobody reads what the last scale leaves
-        room = {half: max((s.tokens for s in before if s.index % 2 == half), default=1) for half in (0, 1)}
-        self.room = {s.grid: (s.index % 2, room[s.index % 2]) for s in before}
+        capacity = {parity: max((s.tokens for s in before if s.index % 2 == parity), default=1) for parity in (0, 1)}
+        self.slots = {s.grid: (s.index % 2, capacity[s.index % 2]) for s in before}
         self.tensors: dict[Hashable, Tensor] = {}
 
     def find(
@@ -80,23 +80,19 @@ class Places:
         dtype: torch.dtype,
         used: Sequence[Tensor] = (),
     ) -> Tensor:
-        """One that leaves those alone which are `used`: they are read meanwhile, and again if a scale is run again."""
+        """Find a buffer that overlaps none of the `used` ones, which are read meanwhile."""
         r, n, c = like.shape
-        usual: tuple[Hashable, int] = self.room.get(grid, (grid, n))
-        for which, cells in itertools.chain([usual], (((grid, spare), n) for spare in itertools.count())):
-            key = (name, which, rows, dtype, c)
+        usual: tuple[Hashable, int] = self.slots.get(grid, (grid, n))
+        for slot, cells in itertools.chain([usual], (((grid, spare), n) for spare in itertools.count())):
+            key = (name, slot, rows, dtype, c)
             if key not in self.tensors:
                 size = r * max(cells, n) * c
-                new = (
-                    torch.empty(size, dtype=dtype, device=like.device)
-                    if self.take is None
-                    else self.take((size,), dtype)
-                )
-                self.tensors[key] = new
-            place = self.tensors[key][: r * n * c].view(r, n, c)
-            if not any(overlap(place, other) for other in used):
-                return place
-        raise AssertionError("there is always another place")
+                make = functools.partial(torch.empty, dtype=dtype, device=like.device)
+                self.tensors[key] = make(size) if self.allocate is None else self.allocate((size,), dtype)
+            buffer = self.tensors[key][: r * n * c].view(r, n, c)
+            if not any(overlap(buffer, other) for other in used):
+                return buffer
+        raise AssertionError("there is always another buffer")
 
     @property
     def nbytes(self) -> int:
@@ -104,46 +100,46 @@ class Places:
 
 
 class TokenCache:
-    """The newest map of every row, whatever scale it is from."""
+    """The latest map of every row, whatever scale it is from."""
 
-    def __init__(self, name: Hashable = None, places: Places | None = None) -> None:
-        self.name, self.places = name, places
+    def __init__(self, name: Hashable = None, buffers: StaticMaps | None = None) -> None:
+        self.name, self.buffers = name, buffers
         self.entries: tuple[_Entry, ...] = ()
 
     def store(self, rows: Rows, grid: Grid, maps: Tensor) -> None:
-        keys = keys_of(rows)
+        keys = row_keys(rows)
         fresh = set(keys)
         left = (entry.without(fresh) for entry in self.entries)  # images that did not run keep what they have
-        newest = _Entry(grid, tuple(keys), self._placed(grid, tuple(keys), maps))
-        self.entries = (*(entry for entry in left if entry.rows), newest)
+        latest = _Entry(grid, tuple(keys), self._static(grid, tuple(keys), maps))
+        self.entries = (*(entry for entry in left if entry.rows), latest)
 
-    def _placed(self, grid: Grid, rows: tuple[Row, ...], maps: Tensor) -> Tensor:
-        if self.places is None:
+    def _static(self, grid: Grid, rows: tuple[Row, ...], maps: Tensor) -> Tensor:
+        if self.buffers is None:
             return maps
-        place = self.places.find(self.name, grid, rows, maps, maps.dtype, self._used)
-        return place if maps.data_ptr() == place.data_ptr() else place.copy_(maps)
+        buffer = self.buffers.find(self.name, grid, rows, maps, maps.dtype, self._used)
+        return buffer if maps.data_ptr() == buffer.data_ptr() else buffer.copy_(maps)
 
-    def place(self, rows: Rows, grid: Grid, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Where a map may be written before it is stored, which then copies nothing."""
-        if self.places is None:
+    def buffer(self, rows: Rows, grid: Grid, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Allocate where a map may be written before it is stored, which then copies nothing."""
+        if self.buffers is None:
             return torch.empty_like(like, dtype=dtype)
-        return self.places.find(self.name, grid, tuple(keys_of(rows)), like, dtype, self._used)
+        return self.buffers.find(self.name, grid, tuple(row_keys(rows)), like, dtype, self._used)
 
     @property
     def _used(self) -> list[Tensor]:
         return [entry.maps for entry in self.entries]
 
-    def newest(self, rows: Rows) -> _Entry | None:
-        """The newest map, if it has exactly these rows."""
+    def latest(self, rows: Rows) -> _Entry | None:
+        """Get the latest map, if it has exactly these rows."""
         entry = self.entries[-1] if self.entries else None
-        return entry if entry is not None and entry.rows == tuple(keys_of(rows)) else None
+        return entry if entry is not None and entry.rows == tuple(row_keys(rows)) else None
 
     def read(self, rows: Rows, grid: Grid, mode: str) -> Tensor | None:
-        """Maps for these rows on this grid; None if a row has none yet."""
-        keys = keys_of(rows)
-        newest = self.newest(rows)
-        if newest is not None:  # the usual case: nobody left
-            return resize_tokens(newest.maps, newest.grid, grid, mode)
+        """Resize the maps of these rows to this grid; None if a row has none yet."""
+        keys = row_keys(rows)
+        latest = self.latest(rows)
+        if latest is not None:  # the usual case: no row has left
+            return resize_tokens(latest.maps, latest.grid, grid, mode)
         found: dict[Row, Tensor] = {}
         for entry in self.entries:
             wanted = [i for i, key in enumerate(entry.rows) if key in keys]
@@ -156,30 +152,30 @@ class TokenCache:
 
 
 class TokenCaches(dict[Hashable, TokenCache]):
-    """All that a policy remembers from scale to scale, by name; at fixed places if captured scales have to find it."""
+    """What a policy keeps from scale to scale, by name; in static buffers if captured scales read it."""
 
-    def __init__(self, places: Places | None = None) -> None:
+    def __init__(self, buffers: StaticMaps | None = None) -> None:
         super().__init__()
-        self.places = places
+        self.buffers = buffers
 
     def __missing__(self, name: Hashable) -> TokenCache:
-        self[name] = TokenCache(name, self.places)
+        self[name] = TokenCache(name, self.buffers)
         return self[name]
 
     def entries(self) -> dict[Hashable, tuple[_Entry, ...]]:
-        """What is remembered now."""
+        """Get what is kept now."""
         return {name: cache.entries for name, cache in self.items()}
 
-    def remember(self, entries: dict[Hashable, tuple[_Entry, ...]]) -> None:
-        """What another scale left, and nothing else."""
+    def load(self, entries: dict[Hashable, tuple[_Entry, ...]]) -> None:
+        """Keep what another scale left, and nothing else."""
         for name in {*self, *entries}:
             self[name].entries = entries.get(name, ())
 
 
-def store_chosen(
+def store_selected(
     cache: TokenCache, rows: Rows, grid: Grid, chosen: Selection | None, values: Tensor, mode: str
 ) -> None:
-    """Values [R, K, C] of the chosen tokens; a token that was not chosen keeps what it had, on the new grid."""
+    """Store values [R, K, C] of the chosen tokens; the others keep what they had, on the new grid."""
     if chosen is not None:
         before = cache.read(rows, grid, mode)
         if before is None:

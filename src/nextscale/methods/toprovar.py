@@ -26,7 +26,7 @@ from nextscale.methods.policy import (
 )
 from nextscale.methods.restore import CachedPolicy
 from nextscale.methods.selection import Selection, for_rows, topk_select
-from nextscale.methods.token_cache import store_chosen
+from nextscale.methods.token_cache import store_selected
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class ToProVARPolicy(CachedPolicy):
         chosen = ctx.chosen[layer]["self"]
         own = None if chosen is None else chosen.first(len(entropy))
         images = Rows(ctx.rows.image_ids, ())
-        store_chosen(self.memory["entropy", layer], images, ctx.scale.grid, own, entropy, self.method.restore_mode)
+        store_selected(self.memory["entropy", layer], images, ctx.scale.grid, own, entropy, self.method.restore_mode)
 
     def on_logits(self, x: Tensor, raw: Tensor, logits: Tensor, ctx: ScaleContext) -> None:
         if not ctx.attention_entropy:

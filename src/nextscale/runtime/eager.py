@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nextscale.cache.kv import EntropyRecordingCache, KVCache, commit_lengths
 from nextscale.engine.entropy import token_entropy
+from nextscale.engine.forward import forward_scale
 from nextscale.engine.guidance import guide, guide_hidden
-from nextscale.engine.loop import forward_scale
 from nextscale.engine.sampling import ScaleSettings
 from nextscale.engine.schedule import Scale
 from nextscale.engine.state import GenerationState, not_finite

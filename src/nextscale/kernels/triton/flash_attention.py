@@ -179,8 +179,8 @@ def _attention(
     query = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     channel = tl.arange(0, HEAD_DIM)
     real = query < queries
-    place = q_ptr + row * q_row + head * q_head + query[:, None] * q_token + channel
-    q = tl.load(place, mask=real[:, None], other=0.0)
+    q_ptrs = q_ptr + row * q_row + head * q_head + query[:, None] * q_token + channel
+    q = tl.load(q_ptrs, mask=real[:, None], other=0.0)
     k_ptr += row * k_row + head * k_head
     v_ptr += row * v_row + head * v_head
     last_k_ptr += row * last_row + head * last_head

@@ -103,8 +103,8 @@ def _split(
     ROTATION: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Split tokens `token` [TOKENS, 1]: keys and values go to the offsets `to` of the cache; cosines and sines lie at the
-    offsets `position`."""
+    """Split tokens `token` [TOKENS, 1]: keys and values go to the offsets `to` of the cache; `position` is where their
+    cosines and sines lie."""
     channel = tl.arange(0, HEAD_DIM)[None, :]
     # [.., 3, H, D]: a token has all its queries, then its keys, then its values.
     at = qkv_ptr + (token * 3 * heads + head) * HEAD_DIM + channel

@@ -28,8 +28,8 @@ def count_pages(length_ptr, count, rows, ROWS: tl.constexpr, PAGE: tl.constexpr)
 def offset_in_pages(
     position, real, held, first, table_ptr, free_ptr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr
 ):  # all but the last four are [TOKENS, 1], or numbers
-    """Offsets of tokens at these positions of their rows. A row has `held` pages, of which the last may not be full; new
-    ones are the free ones from the `first` on."""
+    """Offsets of tokens at these positions of their rows. A row has `held` pages, of which the last may not be full;
+    new ones are the free ones from the `first` on."""
     number = position // PAGE
     old = tl.load(table_ptr + number, mask=real & (number < held), other=0)
     new = tl.load(free_ptr + (first + number - held), mask=real & (number >= held), other=0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from nextscale.kernels.dispatch import tl, triton
 
 if TYPE_CHECKING:
-    from nextscale.methods.nova.layer_linkage import Linkage
+    from nextscale.methods.nova.layer_linkage import LayerLinkage
 
 MAX_CELLS = 16384  # that a program can hold
 BLOCK = 1024  # cells that a program packs
@@ -36,11 +36,11 @@ def fused_link_and_select(
     ratio: Tensor,
     layer_stats: Tensor,
     layer: int,
-    rule: Linkage,
+    rule: LayerLinkage,
     copies: int,
     mean: Tensor | None = None,
 ) -> PackedIndices:
-    """Find the count as `Linkage.keep` does, then select."""
+    """Find the count as `LayerLinkage.keep` does, then select."""
     images, cells = entropy.shape
     found, written, final_copies = _allocate(score, copies)
     _link_and_select[(images,)](

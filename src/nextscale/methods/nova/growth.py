@@ -43,6 +43,6 @@ class Growth:
         known = [g for g in early if g is not None]
         return sum(known) / len(known) if known and len(known) == len(early) else None
 
-    def newest(self, before: int) -> float | None:
+    def latest(self, before: int) -> float | None:
         """The last growth known when scale `before` starts."""
         return next((g for t in range(before - 1, 1, -1) if (g := self.growth(t)) is not None), None)

@@ -12,10 +12,10 @@ from nextscale.kernels import topk
 from nextscale.methods.selection import Packed, Selection, topk_select
 
 MAX_RATIO = math.nextafter(1.0, 0.0)  # ratios lie in [0, 1)
-MEAN, RATIO, DEVIATION, KEPT = range(4)  # what is noted of a layer
+MEAN, RATIO, DEVIATION, KEPT = range(4)  # rows of the statistics of a layer
 
 
-class Linkage(NamedTuple):
+class LayerLinkage(NamedTuple):
     """How the ratio of a scale becomes that of a layer."""
 
     linked: bool  # False: every layer has the scale's ratio
@@ -28,30 +28,30 @@ class Linkage(NamedTuple):
         entropy: Tensor,
         score: Tensor,
         ratio: Tensor,
-        notes: Tensor,
+        layer_stats: Tensor,
         layer: int,
         copies: int = 1,
         mean: Tensor | None = None,
     ) -> Selection:
-        """The cells of highest score [B, N] that a layer of this entropy [B, N] keeps, `copies` times.
+        """Select the cells of highest score [B, N] for a layer of this entropy [B, N], `copies` times.
 
-        `ratio` [B] is the scale's; `notes` [layers, 4, B] hold what was found in the layers before. `mean` [B] is the
+        `ratio` [B] is the scale's; `layer_stats` [layers, 4, B] are those of the layers before. `mean` [B] is the
         layer's entropy where it is not that of its tokens.
         """
         if topk.supports(score):
-            return Packed(*topk.fused_link_and_select(entropy, score, ratio, notes, layer, self, copies, mean))
-        self.note(entropy.double().mean(1) if mean is None else mean, ratio, notes, layer, entropy.shape[1])
-        return topk_select(score, notes[layer, KEPT].long(), copies)
+            return Packed(*topk.fused_link_and_select(entropy, score, ratio, layer_stats, layer, self, copies, mean))
+        self.update(entropy.double().mean(1) if mean is None else mean, ratio, layer_stats, layer, entropy.shape[1])
+        return topk_select(score, layer_stats[layer, KEPT].long(), copies)
 
-    def note(self, mean: Tensor, ratio: Tensor, notes: Tensor, layer: int, tokens: int) -> None:
+    def update(self, mean: Tensor, ratio: Tensor, layer_stats: Tensor, layer: int, tokens: int) -> None:
         """Eq. 12 and 13: a layer that is less certain than those before it keeps more. All numbers are [B]."""
         deviation = torch.zeros_like(mean)
         if self.linked and layer > self.first:
-            usual = notes[self.first : layer, MEAN].mean(0)
+            usual = layer_stats[self.first : layer, MEAN].mean(0)
             # What is not finite is complained about when the scale is over: until then, a number that counts as one.
             deviation = torch.where(usual == 0, 0, (mean - usual) / usual).nan_to_num(0, 0, 0)
         result = (ratio * (1 - deviation)).clamp_min(self.lowest).clamp_max(MAX_RATIO)
         result = torch.where(ratio > 0, result, ratio)
         kept = tokens - (result * tokens).floor()
         kept = kept if self.empty else kept.clamp_min(1)
-        notes[layer] = torch.stack((mean, result, deviation, kept))
+        layer_stats[layer] = torch.stack((mean, result, deviation, kept))

@@ -14,7 +14,7 @@ from torch import Tensor
 from nextscale.engine.rows import Rows
 from nextscale.engine.schedule import Scale
 from nextscale.methods.nova.growth import Growth
-from nextscale.methods.nova.layer_linkage import MAX_RATIO, MEAN, RATIO, Linkage
+from nextscale.methods.nova.layer_linkage import MAX_RATIO, MEAN, RATIO, LayerLinkage
 from nextscale.methods.policy import (
     Activation,
     Decision,
@@ -28,7 +28,7 @@ from nextscale.methods.policy import (
 from nextscale.methods.restore import CachedPolicy
 from nextscale.methods.selection import Selection, for_rows
 from nextscale.methods.tables import read_table, relative_ratio
-from nextscale.methods.token_cache import store_chosen
+from nextscale.methods.token_cache import store_selected
 
 if TYPE_CHECKING:
     from nextscale.methods.nova.method import NOVA
@@ -49,9 +49,11 @@ class NOVAPolicy(CachedPolicy):
         # much each layer changed a cell ("moved"), for the metrics of these names.
         self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Numbers]]] = []  # not read yet
         self.ratio: dict[int, list[float]] = {}  # per scale, per image
-        self.noted: dict[int, tuple[tuple[int, ...], Mapping[str, Numbers]]] = {}  # per scale, what layers reported
-        self.notes: Tensor | None = None  # of the layers of a reduced scale, [layers, 4, B]: see `Linkage`
-        self.linkage = Linkage(
+        self.layer_reports: dict[
+            int, tuple[tuple[int, ...], Mapping[str, Numbers]]
+        ] = {}  # per scale, what layers reported
+        self.layer_stats: Tensor | None = None  # of the layers of a reduced scale, [layers, 4, B]: see `LayerLinkage`
+        self.linkage = LayerLinkage(
             method.layer_linkage,
             method.probe_from_layer - 1,
             min(1 - method.max_layer_keep, MAX_RATIO),
@@ -61,12 +63,14 @@ class NOVAPolicy(CachedPolicy):
         if self.probe == "auto":
             self.probe = "lens" if context.bits else "lens_topk"
         # Whether complete layers leave something behind.
-        self.learns = method.cache != "zero" or self.probe == "previous" or method.metric == "mse"
+        self.records_layers = method.cache != "zero" or self.probe == "previous" or method.metric == "mse"
         # The other fields make the ratios, which are uploaded.
         key = method.without("alpha", "tau", "lam", "scale_linkage", "scale_table")
         self.capabilities = dataclasses.replace(self.capabilities, graph_key=key, warmup_calls=len(self._warmup_stars))
         # What a layer sees then does not depend on the layer: one selection serves the whole scale.
-        self.once = self.probe == "previous" and not method.layer_linkage and method.metric in ("entropy", "random")
+        self.shared_selection = (
+            self.probe == "previous" and not method.layer_linkage and method.metric in ("entropy", "random")
+        )
 
     # Between scales, on the host
 
@@ -91,7 +95,7 @@ class NOVAPolicy(CachedPolicy):
             else frozenset()
         )
         some, everyone = any(self.ratio[t]), all(self.ratio[t])  # which of them is the device's business
-        needs_hidden = some or (self.learns and self.records(scale))
+        needs_hidden = some or (self.records_layers and self.records(scale))
         return self.plan(scale, needs=needs, needs_hidden=needs_hidden, variant=(some, everyone))
 
     @property
@@ -118,8 +122,8 @@ class NOVAPolicy(CachedPolicy):
         if growth.star is None or t <= growth.star:
             return 0.0
         if m.scale_linkage:
-            newest = growth.newest(t) or 0.0  # the growth of scale t itself is not known yet
-            ratio = 1 / (1 + math.exp(-(t - (growth.star + 1)) / m.tau)) - m.lam * math.tanh(newest)
+            latest = growth.latest(t) or 0.0  # the growth of scale t itself is not known yet
+            ratio = 1 / (1 + math.exp(-(t - (growth.star + 1)) / m.tau)) - m.lam * math.tanh(latest)
         else:
             ratio = relative_ratio(self.table, t / len(self.context.schedule))
         return min(max(ratio, 0.0), MAX_RATIO)
@@ -131,9 +135,9 @@ class NOVAPolicy(CachedPolicy):
         ratios = [self.ratio[t][image] for image in rows.image_ids]
         if not layer:
             self.chosen: Selection | None = None  # the newest of this scale
-            self.notes = None
+            self.layer_stats = None
             if any(ratios):
-                self.notes = torch.empty(self.context.depth, 4, rows.images, dtype=torch.float64, device=x.device)
+                self.layer_stats = torch.empty(self.context.depth, 4, rows.images, dtype=torch.float64, device=x.device)
         if self.probe == "previous" and self.method.layer_linkage and self.records(ctx.scale) and not all(ratios):
             # A complete scale is the only chance to learn the layers' entropies of an image.
             images = Rows(rows.image_ids, ())
@@ -142,14 +146,14 @@ class NOVAPolicy(CachedPolicy):
             if known is not None:
                 mean = torch.where(self.gather_rows(rows, self.scale_ratio)[:, None, None] > 0, known, mean)
             self.memory["mean", layer].store(images, (1, 1), mean)
-        if self.notes is None:
+        if self.layer_stats is None:
             return None
-        if self.once and self.chosen is not None:
-            self.notes[layer] = self.notes[0]
+        if self.shared_selection and self.chosen is not None:
+            self.layer_stats[layer] = self.layer_stats[0]
             return self.chosen
         entropy, known_mean = self._layer_entropy(layer, x, ctx)
         score, ratio = self._score(layer, entropy, ctx), self.gather_rows(rows, self.scale_ratio)
-        keep = functools.partial(self.linkage.keep, entropy, score, ratio, self.notes, layer, mean=known_mean)
+        keep = functools.partial(self.linkage.keep, entropy, score, ratio, self.layer_stats, layer, mean=known_mean)
         self.chosen = for_rows(rows, keep)
         return self.chosen
 
@@ -189,17 +193,17 @@ class NOVAPolicy(CachedPolicy):
     def restore(
         self, layer: int, group: Group, x: Tensor, chosen: Selection | None, y: Tensor, ctx: ScaleContext
     ) -> Tensor:
-        filled = super().restore(layer, group, x, chosen, y, ctx)
+        restored = super().restore(layer, group, x, chosen, y, ctx)
         if self.method.metric == "mse" and self.records(ctx.scale):
             images = ctx.rows.images
-            change = (filled[:images] - x[:images]).square().mean(-1, keepdim=True)
+            change = (restored[:images] - x[:images]).square().mean(-1, keepdim=True)
             self.memory["moved", layer].store(Rows(ctx.rows.image_ids, ()), ctx.scale.grid, change)
-        return filled
+        return restored
 
     def on_logits(self, x: Tensor, raw: Tensor, logits: Tensor, ctx: ScaleContext) -> None:
         m, rows, scale = self.method, ctx.rows, ctx.scale
         if not any(self.ratio[scale.index + 1][image] for image in rows.image_ids):
-            self.notes = None  # those of an earlier scale
+            self.layer_stats = None  # those of an earlier scale
         seen = logits if m.entropy_of == "guided" else raw[: rows.images]
         entropy = ctx.token_entropy(seen, m.unit)
         if self.computed is not None:  # elsewhere the newest that is known still holds
@@ -222,17 +226,17 @@ class NOVAPolicy(CachedPolicy):
         own = None if chosen is None else chosen.first(len(entropy))
         images = Rows(ctx.rows.image_ids, ())
         cache = self.memory["attention", layer]
-        store_chosen(cache, images, ctx.scale.grid, own, entropy[..., None], self.restore_mode)
+        store_selected(cache, images, ctx.scale.grid, own, entropy[..., None], self.restore_mode)
 
     def report(self, ctx: ScaleContext) -> dict[str, Tensor]:
-        if self.notes is None:
+        if self.layer_stats is None:
             return {"entropy": self.entropy}
-        return {"entropy": self.entropy, "layers": self.notes.movedim(-1, 0)}
+        return {"entropy": self.entropy, "layers": self.layer_stats.movedim(-1, 0)}
 
     def on_report(self, ctx: ScaleContext, report: Mapping[str, Numbers]) -> None:
         self.pending.append((ctx.scale, ctx.rows.image_ids, report))
         if "layers" in report:
-            self.noted[ctx.scale.index + 1] = (ctx.rows.image_ids, report)
+            self.layer_reports[ctx.scale.index + 1] = (ctx.rows.image_ids, report)
 
     # For the trace
 
@@ -247,10 +251,10 @@ class NOVAPolicy(CachedPolicy):
         g = self.growth[image]
         layer_entropy: tuple[float, ...] = ()
         layer_ratio: tuple[float, ...] = ()
-        if t in self.noted and image in self.noted[t][0]:
-            images, report = self.noted[t]
-            notes = report["layers"]
-            layer_entropy, layer_ratio = (tuple(notes[images.index(image), :, n].tolist()) for n in (MEAN, RATIO))
+        if t in self.layer_reports and image in self.layer_reports[t][0]:
+            images, report = self.layer_reports[t]
+            layer_stats = report["layers"]
+            layer_entropy, layer_ratio = (tuple(layer_stats[images.index(image), :, n].tolist()) for n in (MEAN, RATIO))
         return Decision(
             entropy=g.entropy.get(t),
             growth=g.growth(t),

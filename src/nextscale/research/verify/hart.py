@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nextscale.checkpoints.families import FAMILIES
-from nextscale.checkpoints.official import LiveState
+from nextscale.official import LiveState
 from nextscale.checkpoints.pretrained import official_part
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule

@@ -47,7 +47,7 @@ class StaticScale(Eager):
     def __call__(self, segments: GraphSegments | None = None) -> StaticOutputs:
         buffers, scale, self.segments = self.buffers, self.batch.scale, segments
         buffers.uploads.fetch(scale.index)
-        buffers.memory.remember(self.remembered)
+        buffers.memory.load(self.remembered)
         for cache, lengths in zip(self.kv, self.row_lengths, strict=True):
             cache.max_length, cache.row_lengths = self.max_length, lengths
         self.mask = buffers.active_mask(self.batch) if self.has_inactive_rows else None

@@ -191,7 +191,7 @@ class CUDAGraphExecutor(Eager):
         captured.graph.replay()
         # While the device is at work: the noise of the next scale, and what has to outlive this one.
         buffers.noise.refill(scale.index + 1, range(len(buffers.features)))
-        buffers.memory.remember(outputs.memory)
+        buffers.memory.load(outputs.memory)
         for cache, uniform in zip(kv, outputs.uniform_length, strict=True):
             cache.max_length += new_tokens(call, scale)
             cache.row_lengths = None if uniform else cache.static_lengths
@@ -218,7 +218,7 @@ class CUDAGraphExecutor(Eager):
         try:
             captured = self.recorder.capture_scale(scale)
         finally:
-            buffers.memory.remember(scale.remembered)  # nothing has been run yet
+            buffers.memory.load(scale.remembered)  # nothing has been run yet
         self.captured += 1
         return captured
 

@@ -12,7 +12,7 @@ from nextscale.cache.paged import PAGE_SIZE, PagedKVCache, PagePool
 from nextscale.engine.rng import PerImageNoise, StaticNoise
 from nextscale.engine.state import GenerationState
 from nextscale.methods.device_inputs import FetchedInputs
-from nextscale.methods.token_cache import Places, TokenCaches
+from nextscale.methods.token_cache import StaticMaps, TokenCaches
 from nextscale.models.base import supports_packed
 from nextscale.runtime.base import CallContext, ScaleBatch
 from nextscale.runtime.cudagraph.memory_arena import MemoryArena
@@ -51,7 +51,7 @@ class StaticBuffers:
         self.tokens = [part.view(t.shape) for part, t in zip(by_scale, state.tokens, strict=True)]
         self.settings = call.sampling.stacked_settings().to(device)
         self.noise = StaticNoise(call.noise)
-        self.memory = TokenCaches(Places(call.schedule, allocate))
+        self.memory = TokenCaches(StaticMaps(call.schedule, allocate))
         self.memory_layouts: dict[frozenset[Any], int] = {}
         self.uploads = FetchedInputs(len(call.schedule))
         self.active_rows = FetchedInputs(len(call.schedule))
@@ -69,7 +69,7 @@ class StaticBuffers:
         self.noise.begin(call.noise)
         self.features.zero_()
         self.kv_lengths.zero_()
-        self.memory.remember({})
+        self.memory.load({})
         self.uploads.reset()
         call.policy.memory, call.policy.uploads = self.memory, self.uploads
         self.all_tokens.fill_(-1)

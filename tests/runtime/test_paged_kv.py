@@ -114,12 +114,12 @@ def test_pages_are_found_from_the_first(exactly) -> None:
     assert list(held.pages) == held.free[: len(held.pages)].tolist()
 
 
-def test_a_program_takes_its_pages_where_others_have_theirs(exactly) -> None:
+def test_call_shapes_share_the_memory_of_their_pages(exactly) -> None:
     arena = MemoryArena(torch.device("cpu"))
     first, second = (some_pages(take=arena.allocator()) for _ in range(2))
     assert first.first.data_ptr() == second.first.data_ptr(), "one of them is at work at a time"
-    first.provide(40, 40, 2, lambda: 0)
-    assert len({page.data_ptr() for page in first.memory.values()}) == 60
+    first.ensure_free(40, 40, 2, lambda: 0)
+    assert len({page.data_ptr() for page in first.pages.values()}) == 60
     assert len(arena.chunks) == 1
 
 
@@ -143,19 +143,19 @@ def test_a_cache_whose_rows_leave() -> None:
 
 
 @pytest.mark.parametrize("taken", [None, torch.tensor([71], dtype=torch.int32)])
-def test_a_scale_tells_how_many_are_taken(taken: Tensor | None) -> None:
+def test_a_scale_reports_how_many_are_taken(taken: Tensor | None) -> None:
     report, largest = {"kept": torch.tensor([3, 4])}, torch.tensor([1.5, 2.5])
-    told = HostReadback(report, largest, taken)
-    told.write(report, largest, taken)
-    found = PendingReport(told, lambda: None)
-    assert told.max_logits == [1.5, 2.5]
+    readback = HostReadback(report, largest, taken)
+    readback.write(report, largest, taken)
+    found = PendingReport(readback, lambda: None)
+    assert readback.max_logits == [1.5, 2.5]
     assert found["kept"].tolist() == [3, 4]
-    assert list(found) == ["kept"], "a method is not told"
+    assert list(found) == ["kept"], "a method does not see it"
     if taken is not None:
         assert found.pages == 71
 
 
-def test_a_rehearsal_makes_no_pages(exactly) -> None:
+def test_a_warm_up_makes_no_pages(exactly) -> None:
     """Every page stands for many until there are more."""
     held = some_pages()
     there = list(held.pages)

@@ -14,9 +14,9 @@ from nextscale.checkpoints.files import StateFile, TensorInfo
 from nextscale.checkpoints.pretrained import Part, assemble, official_part
 from nextscale.engine.schedule import PIXEL_BUDGETS
 from nextscale.errors import NextscaleError
+from nextscale.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from nextscale.pipeline import Pipeline
     from nextscale.text.base import TextEncoder
 
 
@@ -41,8 +41,6 @@ def from_official(model: Any, vae: Any = None, *, text_encoder: TextEncoder | No
     Weights are shared, not copied, except the few that we keep in another dtype than the object does. VAR objects
     know their tokenizer; for Infinity pass `vae`. Without `text_encoder`, prompts are given as `prompt_embeds`.
     """
-    from nextscale.pipeline import Pipeline
-
     if vae is None:
         vae = next(iter(getattr(model, "vae_proxy", ())), None)
     if vae is None:
