@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from nextscale.engine.schedule import infinity_schedule
-from nextscale.kernels.absorbed_cross_attention import attend_absorbed
+from nextscale.kernels import absorbed_cross_attention
 from nextscale.models.infinity import TextAttention
 from nextscale.models.registry import MODELS
 
 REPEATS = 5
-LOOKED_AT = 64  # queries whose exactness is looked at
+CHECKED = 64  # queries that are compared with float64
 
 
 def microseconds(run: Callable[[], object]) -> float:
@@ -76,12 +76,12 @@ def main() -> None:
             return layers[n].proj(layers[n](x, *pairs[n], visible, lengths))
 
         def absorbed(n: int, x: Tensor = x) -> Tensor:
-            return attend_absorbed(x, layers[n].q, layers[n].proj, *pairs[n], width**-0.5, lengths)
+            return absorbed_cross_attention.attend(x, layers[n].q, layers[n].proj, *pairs[n], width**-0.5, lengths)
 
         exact = copy.deepcopy(layers[0]).double()
-        few = x[:, :LOOKED_AT].double()
+        few = x[:, :CHECKED].double()
         right = exact.proj(exact(few, *(t.double() for t in pairs[0]), visible))
-        off = [float((f(0)[:, :LOOKED_AT] - right).norm() / right.norm()) for f in (one_by_one, absorbed)]
+        off = [float((f(0)[:, :CHECKED] - right).norm() / right.norm()) for f in (one_by_one, absorbed)]
         times = [
             microseconds(lambda f=f: [f(n) for n in range(options.layers)]) / options.layers
             for f in (one_by_one, absorbed)

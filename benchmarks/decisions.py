@@ -4,10 +4,10 @@
     python benchmarks/decisions.py --out benchmarks/decisions.json [--device cuda]     # records them anew
 
 Recorded from the model that comes with the package: 96 prompts, half of them with full backgrounds, NOVA(t_est=6).
-Of each the inflection t*, the mean entropy of every scale, and at every reduced scale that of every layer. `Recorded`
-plays them on a model of any depth: layers are stretched, every mean is multiplied by a random factor of 0.9 to 1.1, t*
-is shifted by -1, 0, 1, 2 in turn, and one prompt in twelve is never reduced. So no decision comes twice; probe,
-ranking, selection and restoration work as ever.
+Of each the inflection t*, the mean entropy of every scale, and at every reduced scale that of every layer.
+`RecordedNOVA` plays them on a model of any depth: layers are stretched, every mean is multiplied by a random factor of
+0.9 to 1.1, t* is shifted by -1, 0, 1, 2 in turn, and one prompt in twelve is never reduced. So no decision comes twice;
+probe, ranking, selection and restoration work as ever.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Decision:
     layers: dict[int, tuple[float, ...]]  # per scale, of every layer
 
     def means(self, t: int, depth: int) -> list[float]:
-        """Of the layers of a model with so many; scales that were not reduced look like the first one that was."""
+        """Stretch to a model of so many layers; scales that were not reduced look like the first one that was."""
         known = self.layers[min(self.layers, key=lambda s: abs(s - t))]
         places = [i * (len(known) - 1) / max(depth - 1, 1) for i in range(depth)]
         return [known[int(p)] + (p - int(p)) * (known[min(int(p) + 1, len(known) - 1)] - known[int(p)]) for p in places]
@@ -67,15 +67,15 @@ def read_decisions(path: Path = FILE) -> list[Decision]:
 
 
 def alternating(star: int, spread: float, depth: int) -> Decision:
-    """Layers keep more and less in turn: each mean lies by `spread` above or below that of all before it."""
+    """Let layers keep more and less in turn: each mean lies by `spread` above or below that of all before it."""
     means = [1.0]
     for layer in range(1, depth):
         means.append(sum(means) / layer * (1 - spread if layer % 2 else 1 + spread))
     return Decision(star, (0.0,) * 20, {0: tuple(means)})
 
 
-def varied(decisions: list[Decision], seed: int = 0) -> Iterator[Decision]:
-    """Without end, and never the same twice."""
+def vary(decisions: list[Decision], seed: int = 0) -> Iterator[Decision]:
+    """Vary decisions without end, never the same twice."""
     rng, n = random.Random(seed), 0
     while True:
         for d in decisions:
@@ -85,7 +85,7 @@ def varied(decisions: list[Decision], seed: int = 0) -> Iterator[Decision]:
             n += 1
 
 
-class Next:
+class NextDecision:
     """A source that gives what was put there, so that the same decision can be played again in another order.
 
     One object for all calls: graphs are kept by method, and a method by its source.
@@ -99,7 +99,7 @@ class Next:
 
 
 @dataclass(frozen=True)
-class Recorded(NOVA):
+class RecordedNOVA(NOVA):
     """NOVA whose decisions are taken from `source`, another one for every image of every call."""
 
     source: Any = field(default=None, compare=False)  # an iterator of decisions
@@ -137,8 +137,8 @@ class RecordedPolicy(NOVAPolicy):
         return entropy, self.gather_rows(ctx.rows, self.layer_means[layer * images : (layer + 1) * images])
 
 
-def share(decision: Decision, depth: int = 32) -> float:
-    """Of the tokens of a picture of 1024 x 1024 that a model with so many layers computes."""
+def kept_share(decision: Decision, depth: int = 32) -> float:
+    """Count the share of the tokens of a 1024 x 1024 image that a model with so many layers computes."""
     rule, m, kept = LayerLinkage(True), NOVA(), 0.0
     for t, side in enumerate(SIDES, start=1):
         if decision.star is None or t <= decision.star:
@@ -146,7 +146,8 @@ def share(decision: Decision, depth: int = 32) -> float:
             continue
         played = Growth(T_EST, m.alpha, dict(enumerate(decision.entropy, 1)), decision.star)
         ratio = 1 / (1 + math.exp(-(t - (decision.star + 1)) / m.tau)) - m.lam * math.tanh(played.latest(t) or 0.0)
-        layer_stats, asked = torch.zeros(depth, 4, 1, dtype=torch.float64), torch.tensor([min(max(ratio, 0.0), MAX_RATIO)])
+        layer_stats = torch.zeros(depth, 4, 1, dtype=torch.float64)
+        asked = torch.tensor([min(max(ratio, 0.0), MAX_RATIO)])
         for layer, mean in enumerate(decision.means(t, depth)):
             rule.update(torch.tensor([mean], dtype=torch.float64), asked.double(), layer_stats, layer, side**2)
         kept += layer_stats[:, KEPT].mean().item()
@@ -187,8 +188,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.out is None:
         recorded = read_decisions()
-        for name, some in (("as recorded", recorded), ("varied", list(itertools.islice(varied(recorded), 192)))):
-            shares = [share(d) for d in some]
+        for name, some in (("as recorded", recorded), ("varied", list(itertools.islice(vary(recorded), 192)))):
+            shares = [kept_share(d) for d in some]
             print(f"{name}: median {statistics.median(shares):.1%}, mean {statistics.mean(shares):.1%} of the tokens")
         return
     options.out.write_text(json.dumps(record(options.device), separators=(",", ":")) + "\n")

@@ -3,8 +3,8 @@
     python benchmarks/embedded.py [--prompts 4] [--device cpu] [--threads 2] [--methods nova:balanced,truncate:2]
 
 Each method draws the same prompts with the same seeds as the plain run, at 512 x 512, batch 1, guided, after one
-warm-up. PSNR (60 for equal pictures) and SSIM compare with the plain picture: they say how much a method changed, not
-how good it looks; `nextscale eval sweep methods` grades the pictures too. How fast it is on a GPU, in bfloat16 and as
+warm-up. PSNR (60 for equal images) and SSIM compare with the plain image: they say how much a method changed, not
+how good it looks; `nextscale eval sweep methods` grades the images too. How fast it is on a GPU, in bfloat16 and as
 graphs: `python benchmarks/gpu.py --models embedded --decisions own`.
 """
 
@@ -61,10 +61,13 @@ def main() -> None:
         seconds = sum(run.trace.seconds["total"] for run in runs)
         share = statistics.mean(run.trace.share() for run in runs)
         pairs = [(run.images, full.images) for run, full in zip(runs, plain, strict=True)]
-        near = statistics.mean(min(60.0, float(psnr(a, b, span=1.0))) for a, b in pairs)
-        alike = statistics.mean(float(ssim(a, b, span=1.0).mean()) for a, b in pairs)
+        mean_psnr = statistics.mean(min(60.0, float(psnr(a, b, span=1.0))) for a, b in pairs)
+        mean_ssim = statistics.mean(float(ssim(a, b, span=1.0).mean()) for a, b in pairs)
         each = seconds / len(prompts)
-        print(f"{name:<36} {each:>8.2f} {base / seconds:>8.2f}x {share:>7.1%} {near:>6.1f} {alike:>6.3f}", flush=True)
+        print(
+            f"{name:<36} {each:>8.2f} {base / seconds:>8.2f}x {share:>7.1%} {mean_psnr:>6.1f} {mean_ssim:>6.3f}",
+            flush=True,
+        )
     print(f"decoding takes {decode / base:.1%} of the plain run")
 
 

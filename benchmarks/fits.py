@@ -13,7 +13,7 @@ import torch
 from nextscale.checkpoints.families import FAMILIES
 from nextscale.checkpoints.load import set_dtype
 from nextscale.engine.memory import GIB, Estimate
-from nextscale.kernels.fp8 import fits as has_fp8
+from nextscale.kernels.fp8 import is_roundable
 from nextscale.models import fp8
 from nextscale.models.base import Backbone
 from nextscale.models.registry import MODELS
@@ -31,7 +31,7 @@ MODEL_NAMES = (
     "infinity-8b",
 )
 CARDS = (8, 12, 16, 24)  # GiB
-TAKEN = 0.75  # GiB of a card that CUDA and a desktop take
+RESERVED = 0.75  # GiB of a card that CUDA and a desktop take
 
 
 def without_weights(name: str) -> Pipeline:
@@ -52,16 +52,16 @@ def without_weights(name: str) -> Pipeline:
 def saved_by_fp8(backbone: Backbone) -> int:
     """Bytes: a rounded weight has one instead of two."""
     rounded = 0
-    with mock.patch.object(fp8, "grown", return_value=1.0):  # there are none
+    with mock.patch.object(fp8, "output_rms", return_value=1.0):  # there are none
         for block in backbone.blocks:
             for part in block.modules():
                 layers = [getattr(part, name) for name in fp8.input_rms(part, 1.0)]
-                rounded += sum(layer.weight.numel() for layer in layers if has_fp8(layer))
+                rounded += sum(layer.weight.numel() for layer in layers if is_roundable(layer))
     return rounded
 
 
 def needs(pipe: Pipeline) -> dict[tuple[bool, bool], Estimate]:
-    """Of a picture, by (FP8, offload)."""
+    """Memory of an image, by (FP8, offload)."""
     saved, found = saved_by_fp8(pipe.backbone), {}
     for quantized in (False, True):
         for offload in (False, True):
@@ -90,7 +90,7 @@ def smallest(found: dict[tuple[bool, bool], Estimate]) -> str:
     """The smallest card for the model as it is, and what it takes to do with a smaller one."""
     text, last = [], None
     for (quantized, offload), one in found.items():
-        card = next((c for c in CARDS if one.total <= (c - TAKEN) * GIB), None)
+        card = next((c for c in CARDS if one.total <= (c - RESERVED) * GIB), None)
         if card is not None and (last is None or card < last):
             how = " and ".join(word for word, on in (("fp8", quantized), ("`offload`", offload)) if on)
             text.append(f"{card} GB{' with ' + how if how else ''}")

@@ -1,16 +1,16 @@
-"""What 8-bit weights and activations cost in exactness, on the model that comes with the package or on another one.
+"""What FP8 (e4m3) weights and activations cost in exactness, on the model that comes with the package or another one.
 
     python benchmarks/fp8.py [--images 24] [--device cuda] [--size 1M] [--weights FOLDER] [--model infinity-2b]
 
 Both models see the same tokens at every scale (those that bfloat16 chose), so that differences do not add up:
   logits      root mean square of their difference over that of the logits
   agreement   tokens, and bits of them, that greedy decoding would choose alike
-Then both draw on their own with the same random numbers: PSNR and SSIM of the pictures. float32 against bfloat16 is
+Then both draw on their own with the same random numbers: PSNR and SSIM of the images. float32 against bfloat16 is
 printed beside it, as the measure of what bfloat16 itself costs. On a CPU the arithmetic is imitated.
-  limit       inputs of linear layers that were too large for 8 bits, of a million: the weights tell how large they
+  limit       inputs of linear layers that were too large for FP8, of a million: the weights tell how large they
               usually are, and what is more than 112 to 224 times as large is cut off
 
-`decoder` compares pictures of the same maps, with all convolutions of the decoder's residual blocks in 8 bits. Few of
+`decoder` compares images of the same maps, with all convolutions of the decoder's residual blocks in FP8. Few of
 this small decoder's are wide enough for the kernel, so here they are imitated, too.
 """
 
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import torch
 
 from nextscale.io.devices import as_device
-from nextscale.kernels.fp8 import LARGEST, FP8Layer
+from nextscale.kernels.fp8 import MAX_FP8, FP8Layer
 from nextscale.models.fp8 import round_convolutions, to_fp8
 from nextscale.pipeline import Pipeline
 from nextscale.research.evaluate.psnr import psnr
@@ -69,14 +69,14 @@ def prompts_for(pipe: Pipeline, images: int) -> list[str] | list[int]:
 
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
-    """How many inputs of layers in 8 bits there were, and how many at the end of the range."""
+    """How many inputs of FP8 layers there were, and how many at the end of the range."""
     counts = {"all": 0, "limit": 0}
     plain = FP8Layer.rounded
 
     def rounded(layer: FP8Layer, x: torch.Tensor) -> torch.Tensor:
         y = plain(layer, x)
         counts["all"] += y.numel()
-        counts["limit"] += int((y.float().abs() == LARGEST).sum())
+        counts["limit"] += int((y.float().abs() == MAX_FP8).sum())
         return y
 
     FP8Layer.rounded = rounded  # type: ignore[method-assign]
@@ -91,11 +91,11 @@ def compare_decoders(plain: Pipeline, images: int, size: str | None) -> None:
     maps = plain(prompts, seed=list(range(images)), pixel_budget=size, output_type="latent").images
     small, exact = (copy.deepcopy(plain.tokenizer) for _ in range(2))
     round_convolutions(small.decoder, lambda conv: True)
-    pictures = [t.decode(maps).float().cpu() for t in (plain.tokenizer, exact.float(), small)]
-    for name, other in zip(("float32", "fp8"), pictures[1:], strict=True):
+    decoded = [t.decode(maps).float().cpu() for t in (plain.tokenizer, exact.float(), small)]
+    for name, other in zip(("float32", "fp8"), decoded[1:], strict=True):
         print(
-            f"{f'decoder, {name}':<22} PSNR {psnr(pictures[0], other).mean().item():>5.1f} dB  "
-            f"SSIM {ssim(pictures[0], other).mean().item():.4f}",
+            f"{f'decoder, {name}':<22} PSNR {psnr(decoded[0], other).mean().item():>5.1f} dB  "
+            f"SSIM {ssim(decoded[0], other).mean().item():.4f}",
             flush=True,
         )
 

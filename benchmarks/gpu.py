@@ -12,11 +12,11 @@ percentile of the wall time of a call, the share of tokens that were computed (m
 the times of calls that were reduced apart from those that never were. Of one more call: the times of its scales by CUDA
 events, its kernels, decode alone. `--brief` leaves that out, for it takes as long as some dozen calls.
 Memory is what torch holds of the device, caches emptied before: what graphs keep to themselves is in it. `cold` is the
-time from the start of this process to its first picture. With the first line of a model and runtime a fresh executor is
+time from the start of this process to its first image. With the first line of a model and runtime a fresh executor is
 warmed up as well: how long that takes when all kernels are compiled.
 
 With random weights entropies mean nothing, so decisions are given (benchmarks/decisions.py): `nova:recorded` plays
-those of the model that comes with the package, another one for every picture of every call; `nova:recorded=N` the N-th
+those of the model that comes with the package, another one for every image of every call; `nova:recorded=N` the N-th
 of them again and again; `nova:t*=7,spread=0.15` one that drops NOVA's share of a scale after scale 7, a layer's being
 (1 + 0.15) and (1 - 0.15) times that in turn. `--decisions recorded` and `fixed` stand for the first and the last.
 Probe, selection and restoration are switched on and paid for. With `,cache=zero` behind it holes stay as they are, as
@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decisions import T_EST, Recorded, alternating, prompts, read_decisions, varied
+from decisions import T_EST, RecordedNOVA, alternating, prompts, read_decisions, vary
 from memory import random_pipeline
 from nextscale.engine.memory import GIB
 from nextscale.engine.schedule import Scale, Schedule
@@ -51,9 +51,9 @@ from nextscale.methods.base import Method
 from nextscale.methods.naming import parse_method
 from nextscale.models.fp8 import to_fp8
 from nextscale.pipeline import Pipeline
-from nextscale.runtime.registry import make_executor
 from nextscale.runtime.eager import Eager
-from timed import empty, shown, summary, timed, wait
+from nextscale.runtime.registry import make_executor
+from timed import empty_cache, format_times, summary, synchronize, timed
 
 TEXT = 40  # tokens of the prompt
 EMBEDDED = "embedded"
@@ -71,10 +71,10 @@ def read_ratios(text: str, depth: int) -> Method | None:
     if "recorded" not in fields:
         star = int(fields.get("t*", 7))
         decision = alternating(star, float(fields.get("spread", 0.15)), depth)
-        return Recorded(t_est=star - 1, source=itertools.repeat(decision), **options)
+        return RecordedNOVA(t_est=star - 1, source=itertools.repeat(decision), **options)
     decisions = read_decisions()
-    source = itertools.repeat(decisions[int(fields["recorded"])]) if fields["recorded"] else varied(decisions)
-    return Recorded(t_est=T_EST - 1, source=source, **options)  # t* may be shifted to T_EST
+    source = itertools.repeat(decisions[int(fields["recorded"])]) if fields["recorded"] else vary(decisions)
+    return RecordedNOVA(t_est=T_EST - 1, source=source, **options)  # t* may be shifted to T_EST
 
 
 def pipeline(name: str, quantize: str, device: str = "cuda") -> Pipeline:
@@ -87,7 +87,7 @@ def pipeline(name: str, quantize: str, device: str = "cuda") -> Pipeline:
     return pipe
 
 
-def texts(pipe: Pipeline) -> Iterator[Tensor]:
+def text_features(pipe: Pipeline) -> Iterator[Tensor]:
     """Features of prompts, without end: those of the recorded decisions where there is an encoder, else any."""
     if pipe.text_encoder is not None:
         return itertools.cycle(pipe.encode_prompt(prompts()))
@@ -97,38 +97,38 @@ def texts(pipe: Pipeline) -> Iterator[Tensor]:
 
 
 @dataclass
-class Asked:
+class CallSeries:
     """Calls of one shape, each with other prompts and seeds."""
 
     pipe: Pipeline
     images: int
     method: Method | None
     size: dict[str, Any]  # arguments of a call
-    texts: Iterator[Tensor]
+    text_features: Iterator[Tensor]
     seeds: Iterator[int] = field(default_factory=itertools.count)
 
     def warm_up(self, **options: Any) -> float:
         """Seconds."""
         began = time.perf_counter()
         self.pipe.warm_up([self.size], [self.method], [self.images], text_tokens=TEXT, **options)
-        wait(self.pipe.device)
+        synchronize(self.pipe.device)
         return time.perf_counter() - began
 
     def next(self) -> dict[str, Any]:
         """Arguments of another call."""
-        embeds = list(itertools.islice(self.texts, self.images))
-        seed = next(self.seeds) * self.images  # the pictures of a call have seeds that follow each other
+        embeds = list(itertools.islice(self.text_features, self.images))
+        seed = next(self.seeds) * self.images  # the images of a call have seeds that follow each other
         return {"output_type": "pt", "method": self.method, "prompt_embeds": embeds, "seed": seed, **self.size}
 
     def warm_up_again(self) -> float:
         """Seconds of a fresh executor, when all kernels are compiled."""
         self.pipe.executor = type(self.pipe.executor)()
-        empty(self.pipe.device)
+        empty_cache(self.pipe.device)
         return self.warm_up()
 
 
-def floor(pipe: Pipeline, scale: Scale, rows: int, share: float) -> float:
-    """Seconds that a scale takes at least: its weights are read once, its kept tokens are computed."""
+def min_seconds(pipe: Pipeline, scale: Scale, rows: int, share: float) -> float:
+    """Bound the time of a scale from below: its weights are read once, its kept tokens are computed."""
     b = pipe.backbone
     tokens, keys = scale.tokens * share, scale.start + scale.tokens
     flops = b.depth * sum(b.flops(p, int(tokens), TEXT if p == "cross" else keys) for p in b.sublayers)
@@ -149,21 +149,21 @@ def decode_alone(pipe: Pipeline, images: int, schedule: Schedule, repeats: int =
     return begin.elapsed_time(end) / repeats
 
 
-def age_of_process() -> float:
+def process_age() -> float:
     """Seconds."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
-def marked(executor: Eager, opened: Any) -> Iterator[None]:
-    """The event is recorded when a call's state is there."""
+def record_on_open(executor: Eager, opened: Any) -> Iterator[None]:
+    """Record the event when a call has been opened."""
     real = executor.open
 
     def open_and_record(*given: Any) -> GenerationState:
-        run = real(*given)
+        state = real(*given)
         opened.record()
-        return run
+        return state
 
     executor.open = open_and_record  # type: ignore[method-assign]
     try:
@@ -187,15 +187,15 @@ def profile(call: Any, lines: int) -> tuple[int, float, float]:
     return nodes, total, idle / 1e3
 
 
-def measure(asked: Asked, repeats: int) -> dict[str, Any]:
+def measure(asked: CallSeries, repeats: int) -> dict[str, Any]:
     pipe, cuda = asked.pipe, asked.pipe.device.type == "cuda"
     warm_up = asked.warm_up()
     pipe(**asked.next())
-    wait(pipe.device)
-    cold = age_of_process()
+    synchronize(pipe.device)
+    cold = process_age()
     for _ in range(2):
         pipe(**asked.next())
-    empty(pipe.device)
+    empty_cache(pipe.device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     captured, grown = pipe.captured, pipe.executor.grown
@@ -215,8 +215,8 @@ def measure(asked: Asked, repeats: int) -> dict[str, Any]:
     }
 
 
-def details(asked: Asked, ms: float, lines: int) -> dict[str, Any]:
-    """Where the time of a call goes whose median takes so many `ms`."""
+def breakdown(asked: CallSeries, ms: float, lines: int) -> dict[str, Any]:
+    """Say where the time of a call goes whose median takes so many `ms`."""
     pipe, images = asked.pipe, asked.images
     schedule, call = pipe.schedule(**asked.size), asked.next()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(schedule) + 2)]
@@ -224,13 +224,13 @@ def details(asked: Asked, ms: float, lines: int) -> dict[str, Any]:
     asked.warm_up(callbacks=True)  # such calls are captured by themselves
     pipe(**call, callback_on_scale_end=lambda end: None)
     events[0].record()
-    with marked(pipe.executor, events[1]):
+    with record_on_open(pipe.executor, events[1]):
         made = pipe(**call, callback_on_scale_end=lambda end: next(marks).record())
     torch.cuda.synchronize()
     text, *scales = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     trace = made.trace.to_dict()["images"][0]
     shares = [sum(x["kept"] for x in e["layers"]) / (len(e["layers"]) * e["tokens"]) for e in trace["scales"]]
-    least = [floor(pipe, s, 2 * images, share) for s, share in zip(schedule, shares, strict=True)]
+    least = [min_seconds(pipe, s, 2 * images, share) for s, share in zip(schedule, shares, strict=True)]
     nodes, kernels, idle = profile(lambda: pipe(**call), lines)
     decode = decode_alone(pipe, images, schedule)
     weights = sum(p.nbytes for p in (*pipe.backbone.blocks.parameters(), *pipe.backbone.blocks.buffers()))
@@ -298,12 +298,12 @@ def show(row: dict[str, Any]) -> None:
         f"{row['captures']:>8} {row['warm_up_s']:>9.1f}"
     )
     if row["reduced"]:
-        print(f"  reduced: {shown(row['reduced'])}")
-        print(f"  never reduced: {shown(row['not_reduced']) if row['not_reduced'] else 'none'}")
+        print(f"  reduced: {format_times(row['reduced'])}")
+        print(f"  never reduced: {format_times(row['not_reduced']) if row['not_reduced'] else 'none'}")
     if row["grown"]:
         print(f"  pages of the KV cache were added {row['grown']} times")
     if "cold_s" in row:
-        print(f"  cold start, process to first picture: {row['cold_s']:.1f} s")
+        print(f"  cold start, process to first image: {row['cold_s']:.1f} s")
     if "warm_again_s" in row:
         print(f"  warm-up of a fresh executor, kernels compiled: {row['warm_again_s']:.1f} s")
     if "scales_ms" in row:
@@ -340,15 +340,18 @@ def read_options(given: list[str] | None = None) -> argparse.Namespace:
 def rows(pipe: Pipeline, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One for every runtime, batch and method; the first of a runtime also warms up again."""
     size = {} if pipe.backbone.family == "hart" else {"pixel_budget": options.size}
-    known, asks = texts(pipe), (options.runtimes.split(","), map(int, options.batches.split(",")), options.ratios)
+    known, asks = (
+        text_features(pipe),
+        (options.runtimes.split(","), map(int, options.batches.split(",")), options.ratios),
+    )
     warm = {"eager"}  # it keeps nothing between calls
     for runtime, images, ratios in itertools.product(*asks):
         pipe.executor = make_executor(runtime, pipe.device)
-        empty(pipe.device)
-        asked = Asked(pipe, images, read_ratios(ratios, pipe.backbone.depth), size, known)
+        empty_cache(pipe.device)
+        asked = CallSeries(pipe, images, read_ratios(ratios, pipe.backbone.depth), size, known)
         found = {"ratios": ratios, "runtime": runtime, "images": images, **measure(asked, options.repeats)}
         if not options.brief:
-            found.update(details(asked, found["ms"], options.profile))
+            found.update(breakdown(asked, found["ms"], options.profile))
         if runtime not in warm:
             warm.add(runtime)
             found["warm_again_s"] = asked.warm_up_again()
@@ -380,7 +383,7 @@ def main() -> None:
             if options.json:
                 options.json.write_text(json.dumps(found, indent=1))
         del pipe, row
-        empty(torch.device("cuda"))
+        empty_cache(torch.device("cuda"))
     if options.plot:
         plot(found, options.plot)
 

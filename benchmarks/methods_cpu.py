@@ -2,7 +2,7 @@
 
     python benchmarks/methods_cpu.py [--pixels 0.25M] [--model infinity-125m] [METHOD ...]
 
-Random weights: the pictures are noise, so this table says what is computed and how long it takes, not how good it is.
+Random weights: the images are noise, so this table says what is computed and how long it takes, not how good it is.
 Each method runs beside the plain run in the same process, after one warm-up; "decisions" is the time inside the
 method's own choices (probes, attention entropy, sorting, SVD), as a share of the plain run.
 """

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from nextscale.cache.paged import PAGE_SIZE, PagedKVCache, PagePool
 from nextscale.io.writing import atomic_write
-from nextscale.kernels.attention import fused
 from nextscale.kernels.kv_store import split_and_store
+from nextscale.kernels.triton.flash_attention import fused_attention
 from nextscale.methods.selection import Packed
 from nextscale.runtime.cudagraph.memory_arena import MemoryArena
 from ragged import CALLS, COLD, microseconds
@@ -103,9 +103,9 @@ class Layers:
         older = torch.randn(ROWS, case.keys, 3, HEADS, WIDTH, **random)
         caches = [PagedKVCache(pages, n, torch.zeros_like(self.length)) for n in range(case.sets)]
         for (k, v), cache in zip(self.slabs, caches, strict=True):
-            cache.store(self.attn, older, None)
+            cache.update(self.attn, older, None)
             split_and_store(self.attn, older, None, k, v, 0)
-        # Calls are repeated: each layer always finds as many pages taken, and tells nobody of its own.
+        # Calls are repeated: each layer always finds as many pages taken, and reports none of its own.
         each = ROWS * (-(-room // PAGE_SIZE) - -(-case.keys // PAGE_SIZE))
         taken = pages.taken[-1] + each * torch.arange(case.sets, dtype=torch.int32, device=device)
         nobody = torch.zeros_like(taken[0])
@@ -124,16 +124,16 @@ class Layers:
     def attend(self, n: int, q: Tensor, more: Tensor | None, entropy: bool) -> tuple[Tensor, Tensor | None]:
         k, v = self.slabs[n]
         known = q, k, v, 1.0, self.length, more, entropy, self.tail, None, self.chosen
-        return fused(*known, grown=self.chosen is not None)
+        return fused_attention(*known, grown=self.chosen is not None)
 
     def attend_in_pages(self, n: int, q: Tensor, more: int | None, entropy: bool) -> tuple[Tensor, Tensor | None]:
         k, v, pages = self.paged[n]
         known = q, k, v, 1.0, self.length, more, entropy, self.tail, None, self.chosen
-        return fused(*known, grown=self.chosen is not None, pages=pages)
+        return fused_attention(*known, grown=self.chosen is not None, pages=pages)
 
 
 def off(found: Tensor, exact: Tensor, tokens: int) -> float:
-    """How far what queries have seen is from what they should have."""
+    """Relative error of the output."""
     found, exact = found[:, :, :tokens].float(), exact[:, :, :tokens].float()
     return ((found - exact).norm() / exact.norm()).item()
 
@@ -148,11 +148,14 @@ def measure(case: Case, entropy: bool) -> dict[str, float]:
     for n in range(0 if case.ends else case.sets):
         layers.store_in_pages(n)
     more = case.queries if case.complete else None
-    told = None if more is None else torch.full_like(layers.length, more)
-    calls["attention"] = lambda n: layers.attend(n, queries[n], told, entropy)
+    new_lengths = None if more is None else torch.full_like(layers.length, more)
+    calls["attention"] = lambda n: layers.attend(n, queries[n], new_lengths, entropy)
     calls["attention in pages"] = lambda n: layers.attend_in_pages(n, queries[n], more, entropy)
     tokens = case.queries * (1 if case.complete else ROWS)
-    both = layers.attend(0, queries[0], told, entropy)[0], layers.attend_in_pages(0, queries[0], more, entropy)[0]
+    both = (
+        layers.attend(0, queries[0], new_lengths, entropy)[0],
+        layers.attend_in_pages(0, queries[0], more, entropy)[0],
+    )
     times = {name: microseconds([lambda n=n, call=call: call(n) for n in turns]) for name, call in calls.items()}
     return {**times, "off": off(both[1], both[0], tokens)}
 
@@ -170,7 +173,7 @@ def line(case: Case, found: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("packed", "complete"))
-    parser.add_argument("--entropy", action="store_true", help="attention also tells how spread it was")
+    parser.add_argument("--entropy", action="store_true", help="attention also returns the entropy of its weights")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     asked = cases(options.only)

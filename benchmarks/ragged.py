@@ -4,7 +4,7 @@
 
 The layers of Infinity-2B. Median microseconds of one layer inside of a CUDA graph of at least 20 calls, whose weights
 take turns so that none is found in the L2 cache. The kernel has room for 8192 tokens; cuBLAS gets exactly those there
-are. At last, milliseconds of a picture of 1024 x 1024: all layers of its reduced scales, each kind as often as a block
+are. At last, milliseconds of an image of 1024 x 1024: all layers of its reduced scales, each kind as often as a block
 has it, with as many tokens as the decisions of `decisions.json` keep, times two for guidance.
 """
 
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from decisions import SIDES, T_EST, Decision, read_decisions
 from nextscale.io.writing import atomic_write
+from nextscale.kernels import ragged_linear
 from nextscale.kernels.fp8 import FP8Linear, gelu
-from nextscale.kernels.ragged_linear import ragged_linear
 from nextscale.methods import NOVA
 from nextscale.methods.nova.growth import Growth
 from nextscale.methods.nova.layer_linkage import KEPT, MAX_RATIO, LayerLinkage
@@ -40,13 +40,13 @@ SHAPES = {  # outputs, inputs, and whether GELU follows
 }
 OFTEN = {"qkv": 1, "proj": 3, "fc1": 1, "fc2": 1}  # in a block: cross-attention has two like proj
 TOKENS = (2, 16, 64, 128, 200, 320, 410, 640, 800, 1024, 1600, 3200, 8000)
-ROOM, DEPTH, COPIES = 8192, 32, 2  # tokens, blocks, and rows of a picture
+ROOM, DEPTH, COPIES = 8192, 32, 2  # tokens, blocks, and rows of an image
 CALLS, REPLAYS = 20, 25
 COLD = 192 << 20  # bytes of weights after which the first ones are no longer in any L2 cache
 
 
 def kept(decision: Decision) -> list[int]:
-    """Tokens of every layer of the reduced scales of a picture."""
+    """Tokens of every layer of the reduced scales of an image."""
     rule, m, found = LayerLinkage(True), NOVA(), []
     for t, side in enumerate(SIDES, start=1):
         if decision.star is None or t <= decision.star:
@@ -62,7 +62,7 @@ def kept(decision: Decision) -> list[int]:
 
 
 def histogram(decisions: Sequence[Decision]) -> Counter[int]:
-    """How many layers have so many tokens, of all pictures."""
+    """How many layers have so many tokens, of all images."""
     return Counter(COPIES * n for decision in decisions for n in kept(decision) if n)
 
 
@@ -77,9 +77,9 @@ def between(times: dict[int, float], tokens: int) -> float:
     return times[low] + (times[high] - times[low]) * (tokens - low) / (high - low)
 
 
-def picture(times: dict[int, float], layers: Counter[int], pictures: int) -> float:
-    """Milliseconds of one kind of layers in a picture, a mean over them."""
-    return sum(between(times, m) * n for m, n in layers.items()) / pictures / 1e3
+def per_image(times: dict[int, float], layers: Counter[int], images: int) -> float:
+    """Milliseconds of one kind of layers in an image, a mean over them."""
+    return sum(between(times, m) * n for m, n in layers.items()) / images / 1e3
 
 
 def microseconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -138,7 +138,7 @@ def measure(name: str, small: bool, tokens: Sequence[int]) -> dict[str, dict[int
         x = room[:, :m].contiguous()
         # Neither keeps the results of a call.
         ways: dict[str, Callable[[Any], Tensor]] = {
-            "ragged": lambda layer, start=start: ragged_linear(room, layer, start, gelu_for=reader),
+            "ragged": lambda layer, start=start: ragged_linear.linear(room, layer, start, gelu_for=reader),
             "cublas": lambda layer, x=x: by_cublas(x, layer, reader),
         }
         times["off"][m] = off(ways["ragged"](layers[0])[:, :m], ways["cublas"](layers[0]))
@@ -166,7 +166,7 @@ def main() -> None:
     decisions = read_decisions()
     layers = histogram(decisions)
     print(
-        f"{layers.total()} layers of {len(decisions)} pictures have {min(layers)} to {max(layers)} tokens, "
+        f"{layers.total()} layers of {len(decisions)} images have {min(layers)} to {max(layers)} tokens, "
         f"median {statistics.median(layers.elements()):.0f}"
     )
     if not torch.cuda.is_available():
@@ -176,16 +176,16 @@ def main() -> None:
     small = options.dtype == "fp8"
     times = {name: measure(name, small, sorted(set(options.tokens))) for name in options.layers}
     sums = {
-        name: {way: OFTEN[name] * picture(found[way], layers, len(decisions)) for way in ("ragged", "cublas")}
+        name: {way: OFTEN[name] * per_image(found[way], layers, len(decisions)) for way in ("ragged", "cublas")}
         for name, found in times.items()
     }
     sums["all"] = {way: sum(s[way] for s in sums.values()) for way in ("ragged", "cublas")}
-    print("milliseconds of a picture")
+    print("milliseconds of an image")
     for name, s in sums.items():
         print(f"{name:<5} {s['ragged']:>8.2f} {s['cublas']:>8.2f} {s['ragged'] / s['cublas']:>6.2f}")
     if options.json is not None:
         known = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": options.dtype}
-        content = {**known, "microseconds": times, "picture": sums}
+        content = {**known, "microseconds": times, "image": sums}
         with atomic_write(options.json) as file:
             file.write((json.dumps(content, indent=1) + "\n").encode())
 

@@ -32,14 +32,14 @@ from typing import Any
 
 import torch
 
-from decisions import T_EST, Decision, Next, Recorded, read_decisions, varied
+from decisions import T_EST, Decision, NextDecision, RecordedNOVA, read_decisions, vary
 from memory import random_pipeline
 from nextscale.engine.memory import GIB
 from nextscale.models.fp8 import to_fp8
 from nextscale.pipeline import Pipeline
-from nextscale.runtime.registry import make_executor
 from nextscale.runtime import warmup
-from timed import Timed, held, p95, timed, times, wait
+from nextscale.runtime.registry import make_executor
+from timed import Timed, p95, reserved_bytes, synchronize, timed, times
 
 NEAR = 0.05
 PLAIN, NOVA = "plain", "nova"
@@ -62,7 +62,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Sweep:
     sizes: Sequence[str]
     guidance: Sequence[float]
     texts: tuple[int, int]  # tokens of the shortest and the longest
@@ -74,8 +74,8 @@ class Player:
     """Makes calls, each with the decision that it says."""
 
     def __init__(self, pipe: Pipeline) -> None:
-        self.pipe, self.source = pipe, Next(read_decisions()[0])
-        self.methods = {PLAIN: None, NOVA: Recorded(t_est=T_EST - 1, source=self.source)}
+        self.pipe, self.source = pipe, NextDecision(read_decisions()[0])
+        self.methods = {PLAIN: None, NOVA: RecordedNOVA(t_est=T_EST - 1, source=self.source)}
 
     def play(self, call: Call) -> Timed:
         self.source.decision = call.decision
@@ -90,8 +90,8 @@ def size_of(budget: str) -> dict[str, str]:
     return {"pixel_budget": budget} if budget else {}
 
 
-def deal(pipe: Pipeline, asked: Asked) -> list[Call]:
-    """Every kind equally often, in random order."""
+def sample_calls(pipe: Pipeline, asked: Sweep) -> list[Call]:
+    """Make calls of every kind equally often, in random order."""
     rng, (shortest, longest) = random.Random(asked.seed), asked.texts
     slots = [0, *(slot for slot in warmup.text_lengths(pipe, longest) if slot is not None)]
     lengths = {slot: (max(before + 1, shortest), min(slot, longest)) for before, slot in itertools.pairwise(slots)}
@@ -99,22 +99,24 @@ def deal(pipe: Pipeline, asked: Asked) -> list[Call]:
     kinds = [Kind(*kind) for kind in itertools.product(asked.sizes, (PLAIN, NOVA), asked.guidance, rungs)]
     dealt = list(itertools.islice(itertools.cycle(kinds), asked.calls))
     rng.shuffle(dealt)
-    decisions = varied(read_decisions(), asked.seed)
+    decisions = vary(read_decisions(), asked.seed)
     return [Call(kind, rng.randint(*lengths[kind.text]), n, next(decisions)) for n, kind in enumerate(dealt)]
 
 
 @contextmanager
-def watched(device: torch.device) -> Iterator[list[dict[str, Any]]]:
-    """What every shape of the warm-ups in here takes."""
+def record_shapes(device: torch.device) -> Iterator[list[dict[str, Any]]]:
+    """Note what every shape of the warm-ups inside takes."""
     real, notes = warmup.warm_up_shape, []
 
     def warm_up_shape(pipe: Pipeline, shape: warmup.CallShape, *given: Any) -> None:
         before, began = pipe.captured, time.perf_counter()
         real(pipe, shape, *given)
-        wait(device)
+        synchronize(device)
         seconds, captured = time.perf_counter() - began, pipe.captured - before
         what = {"size": shape.size.get("pixel_budget", ""), "method": NOVA if shape.method else PLAIN}
-        notes.append({**what, "text": shape.text, "s": seconds, "captured": captured, "gib": held(device) / GIB})
+        notes.append(
+            {**what, "text": shape.text, "s": seconds, "captured": captured, "gib": reserved_bytes(device) / GIB}
+        )
 
     warmup.warm_up_shape = warm_up_shape
     try:
@@ -123,36 +125,40 @@ def watched(device: torch.device) -> Iterator[list[dict[str, Any]]]:
         warmup.warm_up_shape = real
 
 
-def compare(pipe: Pipeline, asked: Asked) -> dict[str, Any]:
+def compare(pipe: Pipeline, asked: Sweep) -> dict[str, Any]:
     """All that is printed."""
-    player, calls = Player(pipe), deal(pipe, asked)
-    with watched(pipe.device) as shapes:
+    player, calls = Player(pipe), sample_calls(pipe, asked)
+    with record_shapes(pipe.device) as shapes:
         sizes = [size_of(size) for size in asked.sizes]
         pipe.warm_up(sizes, list(player.methods.values()), text_tokens=asked.texts[1])
     captured = pipe.captured
     for call in {(call.kind.size, call.kind.method): call for call in calls}.values():
-        player.play(call)  # what `held` let go is fetched again
+        player.play(call)  # what `reserved_bytes` gave back is fetched again
     mixed = {call: player.play(call) for call in calls}
     ordered = {call: player.play(call) for call in sorted(calls, key=lambda call: (call.kind, call.seed))}
     kinds = sorted({call.kind for call in calls})
     return {
         "shapes": shapes,
         "warm_up_s": sum(shape["s"] for shape in shapes),
-        "kinds": [of_kind(kind, mixed, ordered) for kind in kinds],
-        PLAIN: steadiness([call for call in calls if call.kind.method == PLAIN], mixed),
-        NOVA: against([call for call in calls if call.kind.method == NOVA], mixed, ordered),
+        "kinds": [kind_statistics(kind, mixed, ordered) for kind in kinds],
+        PLAIN: deviation([call for call in calls if call.kind.method == PLAIN], mixed),
+        NOVA: compare_orders([call for call in calls if call.kind.method == NOVA], mixed, ordered),
         "captures": pipe.captured - captured,
     }
 
 
-def of_kind(kind: Kind, mixed: dict[Call, Timed], ordered: dict[Call, Timed]) -> dict[str, Any]:
+def kind_statistics(kind: Kind, mixed: dict[Call, Timed], ordered: dict[Call, Timed]) -> dict[str, Any]:
     calls = [call for call in mixed if call.kind == kind]
     found = {**dataclasses.asdict(kind), **times([mixed[call] for call in calls])}
-    return {**found, **(steadiness(calls, mixed) if kind.method == PLAIN else {}), **against(calls, mixed, ordered)}
+    return {
+        **found,
+        **(deviation(calls, mixed) if kind.method == PLAIN else {}),
+        **compare_orders(calls, mixed, ordered),
+    }
 
 
-def steadiness(calls: Sequence[Call], mixed: dict[Call, Timed]) -> dict[str, float]:
-    """How near calls are to the median of their kind."""
+def deviation(calls: Sequence[Call], mixed: dict[Call, Timed]) -> dict[str, float]:
+    """Measure how near calls are to the median of their kind."""
     seconds: dict[Kind, list[float]] = {}
     for call in calls:
         seconds.setdefault(call.kind, []).append(mixed[call].seconds)
@@ -160,8 +166,8 @@ def steadiness(calls: Sequence[Call], mixed: dict[Call, Timed]) -> dict[str, flo
     return {"near": sum(far <= NEAR for far in off) / len(off), "farthest": max(off)} if off else {}
 
 
-def against(calls: Sequence[Call], mixed: dict[Call, Timed], ordered: dict[Call, Timed]) -> dict[str, float]:
-    """Seconds of calls in random order over those of the same calls sorted."""
+def compare_orders(calls: Sequence[Call], mixed: dict[Call, Timed], ordered: dict[Call, Timed]) -> dict[str, float]:
+    """Divide the seconds of calls in random order by those of the same calls sorted."""
     ratios = [mixed[call].seconds / ordered[call].seconds for call in calls]
     return {"ratio": statistics.median(ratios), "p95_ratio": p95(ratios)} if ratios else {}
 
@@ -220,7 +226,7 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.model}, {options.quantize or 'bfloat16'}"
     )
-    found = compare(pipe, Asked(sizes, options.guidance, tuple(options.texts), options.calls, options.seed))
+    found = compare(pipe, Sweep(sizes, options.guidance, tuple(options.texts), options.calls, options.seed))
     show(found)
     if options.json:
         options.json.write_text(json.dumps({"model": options.model, "quantize": options.quantize, **found}, indent=1))

@@ -1,4 +1,4 @@
-"""Calls that are timed one by one, and what is said of them. On a CPU nothing is waited for and nothing is held."""
+"""Calls that are timed one by one, and their statistics. On a CPU nothing is waited for and no memory counted."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from nextscale.pipeline import Pipeline
 @dataclass(frozen=True)
 class Timed:
     seconds: float
-    share: float  # of a plain run's tokens that were computed, the mean of the call's pictures
-    flops: int  # of all its pictures
+    share: float  # of a plain run's tokens that were computed, the mean of the call's images
+    flops: int  # of all its images
 
     @property
     def reduced(self) -> bool:
         return self.share < 1
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def empty(device: torch.device) -> None:
-    """Let go of what nobody uses."""
+def empty_cache(device: torch.device) -> None:
+    """Give back memory that nobody uses."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def held(device: torch.device) -> int:
-    """Bytes that torch holds of the device, what nobody uses let go."""
-    empty(device)
+def reserved_bytes(device: torch.device) -> int:
+    """Count the bytes that torch reserves of the device, after giving back what nobody uses."""
+    empty_cache(device)
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def timed(pipe: Pipeline, **call: Any) -> Timed:
-    wait(pipe.device)
+    synchronize(pipe.device)
     began = time.perf_counter()
     made = pipe(**call)
-    wait(pipe.device)
+    synchronize(pipe.device)
     seconds = time.perf_counter() - began
     images = made.trace.to_dict()["images"]  # read when the clock has stopped, for it asks the device
     shares = [image["row_tokens_computed"] / image["row_tokens_full"] for image in images]
@@ -60,7 +60,7 @@ def p95(values: Sequence[float]) -> float:
 
 
 def times(calls: Sequence[Timed]) -> dict[str, float]:
-    """How many, and milliseconds; empty without calls."""
+    """Count calls and take their milliseconds; empty without calls."""
     seconds = [call.seconds for call in calls]
     if not seconds:
         return {}
@@ -73,7 +73,7 @@ def times(calls: Sequence[Timed]) -> dict[str, float]:
 
 
 def summary(calls: Sequence[Timed]) -> dict[str, Any]:
-    """Of all, and apart of those that a method reduced and those it left alone, which take as long as plain ones."""
+    """Summarize all calls, those that a method reduced, and those it left alone, which take as long as plain ones."""
     shares = [call.share for call in calls]
     return {
         **times(calls),
@@ -84,6 +84,6 @@ def summary(calls: Sequence[Timed]) -> dict[str, Any]:
     }
 
 
-def shown(found: dict[str, float]) -> str:
-    """What `times` found, in words."""
+def format_times(found: dict[str, float]) -> str:
+    """Put what `times` found into words."""
     return f"{found['calls']} calls, {found['ms']:.1f} ms, mean {found['mean_ms']:.1f}, p95 {found['p95_ms']:.1f}"

@@ -11,8 +11,8 @@ from support.pipelines import DATA
 
 from nextscale.checkpoints.families import FAMILIES, family_of, infer_config, rename
 from nextscale.checkpoints.load import check
-from nextscale.official import LiveState
 from nextscale.models.registry import INFINITY_SIZES, MODELS, infinity_config, published
+from nextscale.official import LiveState
 
 MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
 

@@ -266,7 +266,9 @@ def test_packed_weights(tmp_path: Path, infinity) -> None:
     """Our own 8 bits are read, but only with a scale for every row."""
     folder, parts = tmp_path / "m", (("backbone", infinity.backbone), ("tokenizer", infinity.tokenizer))
     folder.mkdir()
-    content = quantize_state({f"{p}.{k}": v.contiguous() for p, module in parts for k, v in module.state_dict().items()})
+    content = quantize_state(
+        {f"{p}.{k}": v.contiguous() for p, module in parts for k, v in module.state_dict().items()}
+    )
     key = next(k for k, t in content.items() if t.dtype == torch.int8)
     config = {"format": "nextscale", "version": 1, "family": "infinity", "model": "mine", "pixel_budget": None}
     config |= {"backbone": dataclasses.asdict(infinity.backbone.config), "text_encoder": None, "text": None}

@@ -70,7 +70,7 @@ def test_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(list(tmp_path.iterdir())) == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nextscale.io.images.image_paths", lambda out, count: [Path(out)])  # which saves pictures, too
+    monkeypatch.setattr("nextscale.io.images.image_paths", lambda out, count: [Path(out)])  # which saves images, too
     monkeypatch.setattr(Image.Image, "save", interrupted)
     monkeypatch.setattr("nextscale.pipeline.Pipeline", Recorder(images=1))
     done = run("generate", "a fox", "--out", tmp_path / "a.png")

@@ -96,7 +96,9 @@ def test_a_lock_that_was_just_removed_is_none(tmp_path: Path, monkeypatch: pytes
 def test_what_killed_processes_left_goes_and_what_living_ones_write_stays(tmp_path: Path) -> None:
     path, mine = tmp_path / "x.json", tmp_path / ".x.json.original"
     mine.write_text("not of ours")
-    begin = "from nextscale.io.writing import atomic_write\nf = atomic_write(Path(sys.argv[1])); f.__enter__().write(b'1')"
+    begin = (
+        "from nextscale.io.writing import atomic_write\nf = atomic_write(Path(sys.argv[1])); f.__enter__().write(b'1')"
+    )
     with other_process(begin, path) as child:
         (unfinished,) = tmp_path.glob(f"*{UNFINISHED}")
         require_writable(path)

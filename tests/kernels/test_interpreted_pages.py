@@ -336,7 +336,7 @@ def test_the_benchmark_of_pages_compares_the_same(monkeypatch) -> None:
                 real = slice(case.queries if case.complete else 2 * case.queries)
                 assert torch.equal(layers.store_in_pages(n)[:, :, real], queries[n][:, :, real])
         more = case.queries if case.complete else None
-        told = None if more is None else torch.full_like(layers.length, more)
+        new_lengths = None if more is None else torch.full_like(layers.length, more)
         for n, q in enumerate(queries):
-            output, in_pages = layers.attend(n, q, told, False)[0], layers.attend_in_pages(n, q, more, False)[0]
+            output, in_pages = layers.attend(n, q, new_lengths, False)[0], layers.attend_in_pages(n, q, more, False)[0]
             assert benchmark.off(in_pages, output, case.queries * (1 if case.complete else 2)) < 1e-5

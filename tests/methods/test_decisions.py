@@ -23,7 +23,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch):
 def test_no_decision_comes_twice(decisions) -> None:
     recorded = decisions.read_decisions()
     assert len(recorded) == decisions.PROMPTS
-    played = list(itertools.islice(decisions.varied(recorded), 192))
+    played = list(itertools.islice(decisions.vary(recorded), 192))
     assert len({(d.star, tuple(d.layers.items())) for d in played}) == 192
     assert sum(d.star is None for d in played) == 192 // decisions.NEVER
     assert {d.star - r.star for d, r in zip(played, recorded * 2, strict=True) if d.star} == set(decisions.SHIFTS)
@@ -41,7 +41,7 @@ def test_a_fixed_decision_alternates(decisions) -> None:
 def test_what_is_given_is_what_is_done(decisions, infinity) -> None:
     """The layers' means are those of the file, and nothing is reduced before t*."""
     given = decisions.Decision(6, (1.0,) * 13, {7: (2.0, 1.0, 4.0, 1.0)})
-    method = decisions.Recorded(t_est=5, source=itertools.repeat(given))
+    method = decisions.RecordedNOVA(t_est=5, source=itertools.repeat(given))
     image = ask(infinity, 1, method=method, pixel_budget="0.25M").trace.to_dict()["images"][0]
     for scale in image["scales"]:
         if scale["scale"] <= 6:

@@ -9,8 +9,9 @@ import torch
 from support.pipelines import ask
 
 from nextscale import NOVA
-from nextscale.engine.entropy import attention_entropy, token_entropy
+from nextscale.engine.entropy import token_entropy
 from nextscale.engine.rows import Rows
+from nextscale.kernels.sdpa import attention_entropy
 from nextscale.methods.nova.growth import Growth
 from nextscale.methods.nova.layer_linkage import LayerLinkage
 from nextscale.methods.nova.policy import NOVAPolicy

@@ -48,7 +48,7 @@ def found(infinity):
         patch.syspath_prepend(BENCHMARKS)
         shapes = importlib.import_module("shapes")
         pipe = with_graphs(infinity)
-        return shapes.compare(pipe, shapes.Asked(["0.06M", "0.25M"], [3.0, 4.0], (2, 8), calls=10)), pipe
+        return shapes.compare(pipe, shapes.Sweep(["0.06M", "0.25M"], [3.0, 4.0], (2, 8), calls=10)), pipe
 
 
 def test_shapes_in_random_order_capture_nothing(found, load) -> None:
@@ -61,7 +61,7 @@ def test_shapes_in_random_order_capture_nothing(found, load) -> None:
     assert all(s["captured"] > 0 for s in result["shapes"])
     assert result["warm_up_s"] == pytest.approx(sum(s["s"] for s in result["shapes"]))
     warming = load("nextscale.runtime.warmup")
-    assert warming.warm_up_shape.__module__ == warming.__name__, "nobody is watched any more"
+    assert warming.warm_up_shape.__module__ == warming.__name__, "nothing is recorded any more"
 
 
 def test_every_kind_of_call_is_told(found, load, capsys) -> None:
@@ -80,8 +80,8 @@ def test_every_kind_of_call_is_told(found, load, capsys) -> None:
 
 def test_calls_are_dealt_evenly_and_never_alike(load, infinity) -> None:
     shapes = load("shapes")
-    asked = shapes.Asked(["0.06M"], [3.0, 4.0], (3, 12), calls=32)
-    calls = shapes.deal(with_graphs(infinity), asked)
+    asked = shapes.Sweep(["0.06M"], [3.0, 4.0], (3, 12), calls=32)
+    calls = shapes.sample_calls(with_graphs(infinity), asked)
     kinds = [call.kind for call in calls]
     assert {kinds.count(kind) for kind in kinds} == {4}
     assert kinds != sorted(kinds)
@@ -89,7 +89,7 @@ def test_calls_are_dealt_evenly_and_never_alike(load, infinity) -> None:
     assert (
         len({(c.decision.star, tuple(c.decision.layers.items())) for c in calls}) == len({c.seed for c in calls}) == 32
     )
-    again = shapes.deal(with_graphs(infinity), asked)
+    again = shapes.sample_calls(with_graphs(infinity), asked)
     assert [vars(call) for call in again] == [vars(call) for call in calls]
 
 
@@ -99,10 +99,10 @@ def test_how_steady_calls_are(load) -> None:
     seconds = {kinds[0]: [1.0, 1.02, 1.2], kinds[1]: [2.0, 2.0, 2.0]}
     calls = [shapes.Call(kind, 8, 0, None) for kind in kinds for _ in range(3)]
     mixed = dict(zip(calls, [timed.Timed(s, 1.0, 0) for kind in kinds for s in seconds[kind]], strict=True))
-    found = shapes.steadiness(calls, mixed)
+    found = shapes.deviation(calls, mixed)
     assert found == {"near": pytest.approx(5 / 6), "farthest": pytest.approx(0.18 / 1.02)}
     ordered = {call: timed.Timed(mixed[call].seconds / 2, 1.0, 0) for call in calls}
-    assert shapes.against(calls, mixed, ordered) == {"ratio": 2.0, "p95_ratio": 2.0}
+    assert shapes.compare_orders(calls, mixed, ordered) == {"ratio": 2.0, "p95_ratio": 2.0}
 
 
 def test_a_call_is_compared_with_itself(load, infinity) -> None:
@@ -110,7 +110,8 @@ def test_a_call_is_compared_with_itself(load, infinity) -> None:
     shapes = load("shapes")
     pipe = with_graphs(infinity)
     player = shapes.Player(pipe)
-    calls = [c for c in shapes.deal(pipe, shapes.Asked(["0.06M"], [3.0], (3, 12), 12)) if c.kind.method == "nova"]
+    sweep = shapes.Sweep(["0.06M"], [3.0], (3, 12), 12)
+    calls = [call for call in shapes.sample_calls(pipe, sweep) if call.kind.method == "nova"]
     before = pipe.warm_up(["0.06M"], [player.methods["nova"]], text_tokens=12)
     first = [player.play(call) for call in calls]
     again = [player.play(call) for call in reversed(calls)][::-1]
@@ -166,7 +167,7 @@ def test_added_pages_are_counted(load, infinity) -> None:
             return super().open(*given)
 
     pipe.executor = Growing()
-    asked = gpu.Asked(pipe, 1, None, {"pixel_budget": "0.06M"}, gpu.texts(pipe))
+    asked = gpu.CallSeries(pipe, 1, None, {"pixel_budget": "0.06M"}, gpu.text_features(pipe))
     assert gpu.measure(asked, 3)["grown"] == 3
     pipe.executor = EmulatedGraphs()
     assert gpu.measure(asked, 1)["grown"] == 0
@@ -182,8 +183,8 @@ def test_pictures_of_a_batch_have_decisions_of_their_own(load, infinity) -> None
             played.append(next(given))
             return played[-1]
 
-    method = decisions.Recorded(t_est=method.t_est, source=Watched())
-    found = gpu.Asked(infinity, 8, method, {"pixel_budget": "0.06M"}, gpu.texts(infinity))
+    method = decisions.RecordedNOVA(t_est=method.t_est, source=Watched())
+    found = gpu.CallSeries(infinity, 8, method, {"pixel_budget": "0.06M"}, gpu.text_features(infinity))
     made = infinity(**found.next())
     assert len({tuple(d.layers.items()) for d in played}) == 8
     assert [image["activation"]["star"] for image in made.trace.to_dict()["images"]] == [d.star for d in played]
@@ -221,7 +222,7 @@ def test_the_embedded_model_reads_its_prompts(load) -> None:
     gpu, decisions = load("gpu"), load("decisions")
     pipe = gpu.pipeline("embedded", "none", "cpu")
     assert pipe.dtype is torch.bfloat16
-    asked = gpu.Asked(pipe, 1, None, {}, gpu.texts(pipe))
+    asked = gpu.CallSeries(pipe, 1, None, {}, gpu.text_features(pipe))
     embeds = [asked.next()["prompt_embeds"][0] for _ in range(decisions.PROMPTS + 1)]
     assert torch.equal(embeds[0], embeds[-1]), "all of them, and then again"
     assert torch.equal(embeds[1], pipe.encode_prompt(decisions.prompts()[1])[0])
@@ -260,7 +261,7 @@ def pretended_gpu(load, emulated, infinity, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(gpu, "profile", lambda call, lines: (call() and 520, 2.0, 0.5))
     monkeypatch.setattr(gpu, "pipeline", lambda name, quantize: copy.copy(infinity))
-    monkeypatch.setattr(gpu, "empty", lambda device: None)
+    monkeypatch.setattr(gpu, "empty_cache", lambda device: None)
     monkeypatch.setattr(shapes, "random_pipeline", lambda name, dtype: copy.copy(infinity))
     monkeypatch.setattr(shapes, "make_executor", lambda runtime, device: EmulatedGraphs())
 

@@ -26,7 +26,7 @@ def test_ssim() -> None:
     assert torch.allclose(ssim(a, a), torch.ones(2, dtype=torch.float64))
     noisy = [ssim(a, (a + level * torch.randn_like(a)).clamp(-1, 1)).mean().item() for level in (0.05, 0.2, 1.0)]
     assert 1 > noisy[0] > noisy[1] > noisy[2] > -1
-    # Two flat pictures: only the first factor is left, (2 m n + c) / (m^2 + n^2 + c).
+    # Two flat images: only the first factor is left, (2 m n + c) / (m^2 + n^2 + c).
     flat, other, c = torch.full((1, 3, 16, 16), 0.5), torch.full((1, 3, 16, 16), 0.25), (0.01 * 2) ** 2
     assert ssim(flat, other).item() == pytest.approx((0.25 + c) / (0.25 + 0.0625 + c), abs=1e-9)
 

@@ -1,4 +1,4 @@
-"""Pictures and tables of several runs of one prompt."""
+"""Images and tables of several runs of one prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scenes benchmark: grading, cells that survive a stop, tables, sweeps, tuning. Small pictures, real model."""
+"""The scenes benchmark: grading, cells that survive a stop, tables, sweeps, tuning. Small images, real model."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_recognizer_is_small_and_was_measured() -> None:
 
 
 def test_the_recognizer_sees_what_was_drawn(pipe: Pipeline) -> None:
-    """A picture of the real model; the last scales add nothing that matters here."""
+    """An image of the real model; the last scales add nothing that matters here."""
     picture = pipe("two foxes above a blue heart", seed=7, method=Truncate(4), output_type="pt").images * 2 - 1
     recognizer = load_recognizer()
     (found,), (nothing,) = recognizer.detect(picture), recognizer.detect(torch.ones(1, 3, 512, 512))
@@ -134,7 +134,7 @@ def test_a_mean_with_its_interval() -> None:
 
 
 def test_pictures_of_one_prompt_go_together() -> None:
-    """Ten equal pictures of each prompt tell no more than one: the interval must not shrink."""
+    """Ten equal images of each prompt tell no more than one: the interval must not shrink."""
     rng = np.random.default_rng(3)
     values = rng.normal(0, 1, 50)
     once = Resampling([str(i) for i in range(50)], ["a"] * 50).mean(values)
@@ -198,7 +198,7 @@ def test_gain_over_a_curve_at_equal_cost_is_paired() -> None:
     curve = ["none", "t0", "t1"]
     gain = report.gains("mine", curve)["psnr"]
     assert gain is not None
-    assert (gain.value, gain.low, gain.high) == pytest.approx((1.0, 1.0, 1.0))  # one more on every picture
+    assert (gain.value, gain.low, gain.high) == pytest.approx((1.0, 1.0, 1.0))  # one more on every image
     distance = report.gains("mine", curve)["perceptual"]
     assert distance is not None
     assert distance.value > 0
@@ -231,7 +231,7 @@ def test_cells_are_kept_and_repeat_to_the_digit(pipe: Pipeline, tmp_path: Path) 
     assert all(r["psnr"] < 40 and r["flops"] < 0.6 and r["seconds"] > 0 for r in first["t"].records)
     assert first["t"].features is not None
     assert first["t"].features.shape == (3, 1280)
-    # Other seeds, so other pictures.
+    # Other seeds, so other images.
     assert not np.allclose(first["reference"].features, first["none"].features)  # type: ignore[arg-type]
     made: list[str] = []
 

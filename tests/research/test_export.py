@@ -119,7 +119,7 @@ def test_the_command_is_killed_and_resumed(var_files: Path, tmp_path: Path, monk
     args = [*map(str, args), "--method", "truncate", "--device", "cpu"]
     monkeypatch.chdir(tmp_path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    kill_after(4, [*args, "--out", "out"], environment)  # the manifest and three pictures
+    kill_after(4, [*args, "--out", "out"], environment)  # the manifest and three images
 
     def here(*more: str) -> int:
         monkeypatch.setattr(sys, "argv", ["nextscale", *args, *more])
@@ -226,7 +226,7 @@ def test_a_second_process_is_told_so(pipe: Pipeline, plan: ExportPlan, tmp_path:
     out, attempts = tmp_path / "out", []
 
     def meanwhile(self: Pipeline, *args: object, **options: object) -> object:
-        """Another export while the first makes its first picture."""
+        """Another export while the first makes its first image."""
         if not attempts:
             attempts.append("begun")
             for shard in (Shard(), Shard(1, 2)):
@@ -344,7 +344,7 @@ def test_foreign_files_are_refused_and_named(pipe: Pipeline, plan: ExportPlan, t
             export(pipe, plan, out, resume=resume)
     (out / "holiday.jpg").unlink()
     export(pipe, plan, out)
-    (out / "images.npz").write_bytes(b"x")  # what the scorer makes beside the pictures is no harm
+    (out / "images.npz").write_bytes(b"x")  # what the scorer makes beside the images is no harm
     for name in ("00001 (copy).png", "99999.png", ".hidden", "more/00001.png"):
         (out / "images" / name).parent.mkdir(exist_ok=True)
         (out / "images" / name).write_bytes(b"x")

@@ -133,7 +133,7 @@ def test_dpg(text_pipe: Pipeline, tmp_path: Path, tiles: int) -> None:
     root, side = Path(command[-2]), int(command[-1])
     texts = {file.stem: file.read_text() for file in prompts.iterdir()}
     seen = []
-    for file in root.iterdir():  # everything in the folder is taken for a picture
+    for file in root.iterdir():  # everything in the folder is taken for an image
         key = file.name.split(".")[0]
         grid = Image.open(file)
         assert grid.size == ((side, side) if tiles == 1 else (2 * side, 2 * side))

@@ -19,7 +19,7 @@ needs_weights = pytest.mark.skipif(
 
 
 def waves(side: int = 224) -> torch.Tensor:
-    """Two pictures that need no random numbers."""
+    """Two images that need no random numbers."""
     y, x = torch.meshgrid(*[torch.arange(side).double()] * 2, indexing="ij")
     pictures = [
         torch.stack([torch.sin(x / (7 + 5 * c + i) + i) * torch.cos(y / (11 + 3 * c)) for c in range(3)])
@@ -59,7 +59,7 @@ def test_features_equal_the_original_code() -> None:
 def test_features_of_any_size_and_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     images = waves(96)[:, :, :80]
     together = features(images)
-    monkeypatch.setattr(module, "PIXELS", module.SIDE**2)  # one picture at a time
+    monkeypatch.setattr(module, "PIXELS", module.SIDE**2)  # one image at a time
     torch.testing.assert_close(features(images), together, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(perceptual(images, images.flip(0))[:1], perceptual(images, images.flip(0))[1:])
 

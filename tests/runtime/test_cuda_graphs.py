@@ -47,7 +47,7 @@ def test_graphs_read_and_write_static_buffers(any_pipe) -> None:
         for first in (0, 2):
             assert same_tokens(ask(any_pipe, 2, first=first, method=method), ask(other, 2, first=first, method=method))
     assert graphs.captured == 2 * scales - 2, "rows without guidance have graphs of their own"
-    assert same_tokens(ask(any_pipe, 1), ask(other, 1)), "another shape, another program"
+    assert same_tokens(ask(any_pipe, 1), ask(other, 1)), "another shape, other graphs"
 
 
 @pytest.mark.parametrize("method", [NOVA(t_est=4, alpha=10), NOVA(t_est=4, alpha=10) + Truncate(1)])
@@ -124,14 +124,12 @@ def test_features_that_are_not_finite(any_pipe, name: str, captured: bool) -> No
 
 @dataclass(frozen=True)
 class InactiveImages(Method):
-    """The first image leaves out the fourth scale and stops before the last, with NOVA's reduction or without.
+    """The first image skips the fourth scale and stops before the last, or every image skips one scale; with another
+    method's reduction."""
 
-    Or every image leaves out one scale.
-    """
-
-    name, summary = "resting", ""
+    name, summary = "inactive_images", ""
     like: Method | None = None
-    everyone: int | None = None  # leaves out this one, from 0
+    skip_all: int | None = None  # the scale that every image skips, from 0
 
     def start(self, context):
         policy = PlainPolicy(context) if self.like is None else self.like.start(context)
@@ -139,8 +137,8 @@ class InactiveImages(Method):
 
         def plan_scale(scale):
             plan = inner(scale)
-            if self.everyone is not None:
-                return plan._replace(actions=("skip" if scale.index == self.everyone else "run",) * context.images)
+            if self.skip_all is not None:
+                return plan._replace(actions=("skip" if scale.index == self.skip_all else "run",) * context.images)
             first = {3: "skip", len(context.schedule) - 1: "stop"}.get(scale.index, "run")
             return plan._replace(actions=(first, *["run"] * (context.images - 1)))
 
@@ -152,8 +150,8 @@ class InactiveImages(Method):
 def test_inactive_images(any_pipe, like) -> None:
     other = copy.copy(any_pipe)
     other.executor = graphs = EmulatedGraphs()
-    # All these calls share a program, and must not take each other's graphs.
-    some, fourth, sixth = (InactiveImages(like, everyone=n) for n in (None, 3, 5))
+    # All these calls share their buffers, and must not take each other's graphs.
+    some, fourth, sixth = (InactiveImages(like, skip_all=n) for n in (None, 3, 5))
     for first, method in ((0, some), (0, fourth), (2, like), (2, some), (2, fourth), (0, sixth), (2, like), (0, some)):
         assert same_tokens(*(ask(p, 2, first=first, method=method) for p in (any_pipe, other))), method
     assert graphs.captured
@@ -174,7 +172,7 @@ def test_what_a_callback_keeps_is_not_overwritten(any_pipe) -> None:
 
 def test_skipvar_sees_two_different_previews(infinity, tmp_path) -> None:
     stage = {"classes": [0, 1, 2], "mean": [0.0, 0.0], "scale": [1.0, 1.0], "intercept": [0.0, 0.0, 0.0]}
-    stage["coef"] = [[-1000.0, 0.0], [0.0, 0.0], [1000.0, 0.0]]  # leaves scales out where the picture still changes
+    stage["coef"] = [[-1000.0, 0.0], [0.0, 0.0], [1000.0, 0.0]]  # skips scales where the image still changes
     decision = tmp_path / "decision.json"
     decision.write_text(json.dumps({"skip": stage}))
     method, other = SkipVAR(str(decision), at=0.5), copy.copy(infinity)

@@ -97,7 +97,7 @@ def test_graphs_are_evicted_when_memory_is_scarce(var, monkeypatch) -> None:
 
 @pytest.mark.parametrize("probe", ["lens", "previous"])
 def test_images_reduced_from_different_scales_share_graphs(infinity, probe: str, monkeypatch) -> None:
-    stars: list[int] = []  # of the pictures of a call: the scale behind which they are reduced
+    stars: list[int] = []  # of the images of a call: the scale behind which they are reduced
 
     def ratio(self, growth, t: int) -> float:
         star = stars[next(n for n, g in enumerate(self.growth) if g is growth)]
@@ -106,14 +106,14 @@ def test_images_reduced_from_different_scales_share_graphs(infinity, probe: str,
     monkeypatch.setattr("nextscale.methods.nova.policy.NOVAPolicy._ratio", ratio)
     method, other = NOVA(t_est=2, probe=probe), copy.copy(infinity)
     other.executor = graphs = EmulatedGraphs()
-    shelves = []
+    captured = []
     for stars[:] in ([5, 5], [3, 3], [3, 5], [5, 3], [3, 3]):  # after the first call caches are as large as need be
         expected, found = (ask(pipe, 2, method=method) for pipe in (infinity, other))
         assert same_tokens(expected, found)
         assert close(expected.trace.to_dict()["images"], found.trace.to_dict()["images"])
-        shelves.append(len(graphs.current.scales))
-    assert shelves[1] < shelves[2], "a complete picture among the others may run other code"
-    assert shelves[2:] == [shelves[2]] * 3, "but not another one in its place"
+        captured.append(len(graphs.current.scales))
+    assert captured[1] < captured[2], "a complete image among the others may run other code"
+    assert captured[2:] == [captured[2]] * 3, "but not another one instead of it"
 
 
 def test_prompts_of_any_length() -> None:

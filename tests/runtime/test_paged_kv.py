@@ -102,10 +102,10 @@ def test_some_more_are_made_than_are_missing(monkeypatch) -> None:
 def test_pages_are_found_from_the_first(exactly) -> None:
     """In memory that lies anywhere, also in front of it."""
     field = torch.zeros(1 << 16)
-    places = iter((8192, 0, 4096, 32768, 1024, 2048, *range(40960, 61440, 1024)))
+    offsets = iter((8192, 0, 4096, 32768, 1024, 2048, *range(40960, 61440, 1024)))
 
     def take(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        at = next(places)
+        at = next(offsets)
         return field[at : at + 2 * HEADS * SIZE * WIDTH].view(*shape)
 
     held = some_pages(take=take)
@@ -117,7 +117,7 @@ def test_pages_are_found_from_the_first(exactly) -> None:
 def test_call_shapes_share_the_memory_of_their_pages(exactly) -> None:
     arena = MemoryArena(torch.device("cpu"))
     first, second = (some_pages(take=arena.allocator()) for _ in range(2))
-    assert first.first.data_ptr() == second.first.data_ptr(), "one of them is at work at a time"
+    assert first.first.data_ptr() == second.first.data_ptr(), "only one of them is used at a time"
     first.ensure_free(40, 40, 2, lambda: 0)
     assert len({page.data_ptr() for page in first.pages.values()}) == 60
     assert len(arena.chunks) == 1

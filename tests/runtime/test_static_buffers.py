@@ -40,10 +40,10 @@ def test_flattened_parameters_keep_their_addresses() -> None:
     """Graphs know where weights lie, also those of a module that has but one."""
     module = torch.nn.ModuleDict({"one": torch.nn.Embedding(8, 64), "two": torch.nn.Linear(64, 64)})
     flatten_parameters(module.values())
-    places = [p.data_ptr() for p in module.parameters()]
+    addresses = [p.data_ptr() for p in module.parameters()]
     kept = [p.detach().clone() for p in module.parameters()]
     flatten_parameters(module.values())
-    assert places == [p.data_ptr() for p in module.parameters()]
+    assert addresses == [p.data_ptr() for p in module.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(kept, module.parameters(), strict=True))
 
 
@@ -68,15 +68,15 @@ def test_a_pending_report_waits_when_it_is_read() -> None:
 
 
 def test_scales_fetch_the_numbers_that_were_uploaded_for_them() -> None:
-    """The host may have told those of the next scale before a scale is run."""
+    """The host may have uploaded those of the next scale before a scale is run."""
     uploads, cpu = FetchedInputs(3), torch.device("cpu")
-    place = uploads.upload("ratio", [0.5, 0.25], cpu)
+    buffer = uploads.upload("ratio", [0.5, 0.25], cpu)
     uploads.stage(0)
-    assert uploads.upload("ratio", [0.75, 0.5], cpu) is place, "a captured scale reads it there"
+    assert uploads.upload("ratio", [0.75, 0.5], cpu) is buffer, "a captured scale reads it there"
     uploads.stage(1)
     for scale, expected in ((0, [0.5, 0.25]), (1, [0.75, 0.5])):
         uploads.fetch(scale)
-        assert place.tolist() == expected
+        assert buffer.tolist() == expected
     order = uploads.upload(
         "order", torch.tensor([3.0, 1.0]), cpu
     )  # what is long or made on the device is there at once
@@ -88,7 +88,7 @@ def test_scales_fetch_the_numbers_that_were_uploaded_for_them() -> None:
     uploads.upload("ratio", [0.125, 0.0], cpu)
     uploads.stage(2)
     uploads.fetch(2)
-    assert place.tolist() == [0.125, 0.0]
+    assert buffer.tolist() == [0.125, 0.0]
 
 
 def test_two_buffers_are_enough_for_a_map() -> None:
@@ -118,14 +118,14 @@ def test_a_map_is_not_overwritten_while_it_is_read() -> None:
 
 def test_static_noise_is_that_of_the_current_call() -> None:
     first, second = PerImageNoise([1, 2]), PerImageNoise([3, 4])
-    fixed = StaticNoise(first)
+    static = StaticNoise(first)
     probs = torch.rand(2, 5, 3)
-    place = fixed.noise(probs, 2, (0, 1), "token", torch.Tensor.exponential_)
-    assert torch.equal(fixed.categorical(probs, 2, (0, 1)), first.categorical(probs, 2, (0, 1)))
-    fixed.begin(second)
-    fixed.refill(2, (0, 1))
-    assert torch.equal(fixed.categorical(probs, 2, (0, 1)), second.categorical(probs, 2, (0, 1)))
-    assert fixed.noise(probs, 2, (0, 1), "token", torch.Tensor.exponential_) is place
+    buffer = static.noise(probs, 2, (0, 1), "token", torch.Tensor.exponential_)
+    assert torch.equal(static.categorical(probs, 2, (0, 1)), first.categorical(probs, 2, (0, 1)))
+    static.begin(second)
+    static.refill(2, (0, 1))
+    assert torch.equal(static.categorical(probs, 2, (0, 1)), second.categorical(probs, 2, (0, 1)))
+    assert static.noise(probs, 2, (0, 1), "token", torch.Tensor.exponential_) is buffer
 
 
 class TextLengthRecorder(EmulatedGraphs):

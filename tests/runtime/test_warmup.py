@@ -49,15 +49,15 @@ def test_what_batches_are_padded_to(infinity) -> None:
     """Only to what was warmed up, and to less than twice as many; each other size has graphs of its own."""
     other = emulated(infinity)
 
-    def places() -> list[int]:
+    def padded() -> list[int]:
         return [other.executor.padded_batch(n, other.backbone, PerImageNoise([0] * n), ()) for n in (1, 2, 3, 4, 5, 9)]
 
-    assert places() == [1, 2, 3, 4, 5, 9]
+    assert padded() == [1, 2, 3, 4, 5, 9]
     other.warm_up(["0.06M"], batches=[2, 4], text_tokens=16)
-    assert places() == [2, 2, 4, 4, 5, 9]
+    assert padded() == [2, 2, 4, 4, 5, 9]
     assert len(ask(other, 3, generator=torch.Generator(), seed=None).images) == 3  # eager, and drawn for three alone
     other.executor.forget()
-    assert places() == [1, 2, 3, 4, 5, 9]
+    assert padded() == [1, 2, 3, 4, 5, 9]
 
 
 WARM = {

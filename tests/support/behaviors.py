@@ -268,7 +268,7 @@ def images_that_leave(pipe, other, how: dict[str, Any], like: Method | None) -> 
 
 def skipvar_decides_for_each_image(pipe, other, like: Method, folder: Path) -> None:
     """SkipVAR in a batch whose images leave at different scales, alone and with a method that drops tokens."""
-    # Of the tiny Infinity's pictures some are below 0.75 in feature B, some above 0.8.
+    # Of the tiny Infinity's images some are below 0.75 in feature B, some above 0.8.
     content = {
         name: {"classes": [0, 2], "mean": [0, edge], "scale": [1, 1], "coef": [[0, 0], [0, sign]], "intercept": [0, 0]}
         for name, edge, sign in (("skip", 0.75, -1), ("uncond", 0.8, 1))

@@ -1,4 +1,4 @@
-"""What self-attention attends to: a growing cache, or a whole block-causal sequence."""
+"""The KV cache of a layer, and attention over it or over a whole block-causal sequence."""
 
 from __future__ import annotations
 

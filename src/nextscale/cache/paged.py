@@ -75,8 +75,8 @@ class PagePool:
         self.max_taken = 0
 
     def repeat_pages(self) -> None:
-        """List every page again and again, so that a run that keeps all tokens has enough: for rehearsals, of which
-        nobody looks at the result."""
+        """List every page again and again, so that a run that keeps all tokens has enough: for warm-up runs, whose
+        results are not used."""
         pages = torch.tensor([*self.pages])
         self.free.copy_(pages[torch.arange(self.free.numel()) % len(pages)])
 

@@ -60,8 +60,8 @@ def build(
 
 
 class Uninitialized(TorchFunctionMode):
-    """Modules draw random numbers for a start. On the meta device nobody will have them, and to pretend to draw them
-    torch loads its compiler, which takes longer than all of our own start."""
+    """A mode in which modules draw no initial numbers. On the meta device nothing comes of them, and to pretend to draw
+    them torch loads its compiler, which takes longer than all of our own start."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,7 +101,7 @@ def _assign(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def check(module: nn.Module, state: StateFile, names: Mapping[str, str]) -> None:
-    """Complain about missing, unexpected and misshaped tensors, and about those that hold no fractions."""
+    """Raise an error for missing, unexpected and misshaped tensors, and about those that hold no fractions."""
     wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
     theirs = {ours: key for key, ours in names.items()}
     problems = []

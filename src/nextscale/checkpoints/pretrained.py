@@ -59,7 +59,7 @@ class Blueprint:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """By their prefix in a converted file."""
+        """The parts by their prefix in a converted file."""
         found = {"backbone": self.backbone, "tokenizer": self.tokenizer, "text": self.text}
         return {name: part for name, part in found.items() if part is not None}
 

@@ -31,9 +31,8 @@ def check_quantize(kind: str | None, device: torch.device) -> None:
     if device.type != "cuda":
         raise NextscaleError(f"quantize='fp8' needs a CUDA GPU, not {device.type}")
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        raise NextscaleError(
-            f"quantize='fp8' needs a GPU of compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer (Ada, Hopper)"
-        )
+        least = ".".join(map(str, MIN_CAPABILITY))
+        raise NextscaleError(f"quantize='fp8' needs a GPU of compute capability {least} or newer (Ada, Hopper)")
 
 
 def check_change(backbone: Backbone, dtype: torch.dtype) -> None:
@@ -65,13 +64,13 @@ def to_fp8(backbone: Backbone, tokenizer: ImageTokenizer, device: torch.device |
 
 
 @torch.no_grad()
-def round_convolutions(decoder: nn.Module, which: Callable[[nn.Conv2d], bool]) -> None:
+def round_convolutions(decoder: nn.Module, where: Callable[[nn.Conv2d], bool]) -> None:
     """Quantize those of the residual blocks, behind a norm and SiLU, in place."""
     for block in decoder.modules():
         if isinstance(block, ResidualBlock):
             for name, norm in (("conv1", block.norm1), ("conv2", block.norm2)):
                 conv = getattr(block, name)
-                if which(conv):
+                if where(conv):
                     rms = (norm.weight.float().square() + norm.bias.float().square()).mean().sqrt().item()
                     setattr(block, name, FP8Conv(conv, ACTIVATION_GAIN * rms))
 

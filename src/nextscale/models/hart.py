@@ -257,6 +257,6 @@ class HART(Backbone):
         return (*weights[:-1], weights[-2]) if is_single(value) and scales > 1 else weights
 
     def progress(self, scales: int) -> tuple[float, ...]:
-        """The original never updates it at the last scale."""
+        """The progress of the scale before at the last one, where the original does not update it."""
         steps = super().progress(scales)
         return (*steps[:-1], steps[-2]) if scales > 1 else steps

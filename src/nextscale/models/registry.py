@@ -204,7 +204,7 @@ MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in (EMBEDDED, *_SPECS)}
 
 
 def published() -> list[ModelSpec]:
-    """Those that have files of their own; users may add some to MODELS."""
+    """The models that have files of their own; users may add some to MODELS."""
     return [spec for spec in MODELS.values() if spec.weights]
 
 

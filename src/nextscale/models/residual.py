@@ -19,7 +19,7 @@ class ResidualStream:
     """Tokens [R, K, C] in float32, or packed ones [1, T, C]."""
 
     def __init__(self, x: Tensor, chosen: Selection | None = None) -> None:
-        """`chosen`: only these tokens of x [R, N, C]."""
+        """A stream of x [R, N, C], or of its `chosen` tokens alone."""
         self.packed = None if chosen is None else chosen.as_packed
         self.x = x if chosen is None or self.packed is not None else chosen.of(x)
         self.needs_gather = self.packed is not None  # x still has all tokens
@@ -28,7 +28,7 @@ class ResidualStream:
 
     @property
     def sum(self) -> Tensor:
-        """All that was added so far."""
+        """The stream with all that was added so far."""
         if self.needs_gather and self.packed is not None:
             self.x, self.needs_gather = self.packed.taken(self.x), False
         if self.delta is not None:

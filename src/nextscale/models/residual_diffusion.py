@@ -40,7 +40,7 @@ class SinusoidEmbedding(nn.Module):
 class Step:
     """One ancestral step, from noisy to clean; numbers of the spaced schedule in float64."""
 
-    time: int  # of training, which is what the net is told
+    time: int  # of training, the input of the net
     recip: float  # sqrt(1 / abar)
     recipm1: float  # sqrt(1 / abar - 1)
     of_clean: float  # of the posterior mean

@@ -24,7 +24,7 @@ def qkv(block: Block, x: Tensor, block_cond: Any) -> Tensor:
 def behind_attention(
     block: Block, sublayers: Sequence[str], x: Tensor, attn_out: Tensor | None, block_cond: Any
 ) -> Tensor:
-    """The projection of `attn_out`, if self-attention is run, and the sublayers behind it."""
+    """Project `attn_out`, if self-attention is run, and run the sublayers behind it."""
     stream = ResidualStream(x)
     if attn_out is not None:
         block.out_proj(stream, attn_out, block_cond)
@@ -37,8 +37,8 @@ def head(backbone: Backbone, cond: Any, x: Tensor) -> Tensor:
     return backbone.head(cond, x)
 
 
-def compiled(function: Any, backend: str, **options: Any) -> Callable[..., Any]:
-    """torch counts how often it has compiled a code object, and gives up at eight: every executor has its own copy."""
+def compile_copy(function: Any, backend: str, **options: Any) -> Callable[..., Any]:
+    """Compile a copy of the function: torch counts how often it compiles a code object, and gives up at eight."""
     copy = types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
     )
@@ -47,14 +47,14 @@ def compiled(function: Any, backend: str, **options: Any) -> Callable[..., Any]:
 
 class Compiled(Eager):
     name = "compiled"
-    packs = False  # a compiled block knows nothing of it
+    packs = False  # compiled blocks read padded tokens
 
     def __init__(self, backend: str = "inductor") -> None:
         # Blocks of one class share their code: torch treats their weights as inputs.
-        self.qkv = compiled(qkv, backend, fullgraph=True)
-        self.behind_attention = compiled(behind_attention, backend, fullgraph=True)
-        self._head = compiled(head, backend)
-        self._entropy = compiled(token_entropy, backend)
+        self.qkv = compile_copy(qkv, backend, fullgraph=True)
+        self.behind_attention = compile_copy(behind_attention, backend, fullgraph=True)
+        self._head = compile_copy(head, backend)
+        self._entropy = compile_copy(token_entropy, backend)
         self.fast_decode = FastDecode()
 
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
@@ -64,27 +64,27 @@ class Compiled(Eager):
         if codes is not None:
             return super().head(backbone, cond, x, codes)
         x = x.contiguous()
-        _any_number(1, x)
+        _mark_dynamic(1, x)
         return self._head(backbone, cond, x)
 
     def token_entropy(self, logits: Tensor, unit: str = "token") -> Tensor:
-        _any_number(1, logits)
+        _mark_dynamic(1, logits)
         return self._entropy(logits, unit)
 
     def run_block(
         self, block: Block, stream: ResidualStream, block_cond: Any, attend: Attend, sublayers: Sequence[str]
     ) -> None:
         x = stream.sum
-        _any_number(1, x)
+        _mark_dynamic(1, x)
         attn_out = None
         if sublayers[0] == "self":
             attn_out = attend(block.attn, self.qkv(block, x, block_cond))
-            _any_number(2, attn_out)
+            _mark_dynamic(2, attn_out)
             sublayers = sublayers[1:]
         stream.x = self.behind_attention(block, sublayers, x, attn_out, block_cond)
 
 
-def _any_number(dim: int, tensor: Tensor) -> None:
-    """No code of its own for every number of tokens; torch always gives 1 its own."""
+def _mark_dynamic(dim: int, tensor: Tensor) -> None:
+    """Share code between numbers of tokens; torch always specializes 1."""
     if tensor.shape[dim] > 1:
         torch._dynamo.mark_dynamic(tensor, dim)

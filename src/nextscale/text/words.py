@@ -45,7 +45,7 @@ class Entry:
 
 
 class Lexicon:
-    """Phrases to tokens, the longest first: "teddy bear" is one thing, and "to the left of" one relation."""
+    """A map of phrases to tokens, the longest first: "teddy bear" is one thing, and "to the left of" one relation."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         """`content` has a list of {"name", "also"} per kind; filler words are read and mean nothing."""
@@ -108,7 +108,7 @@ class Lexicon:
         return difflib.get_close_matches(word, self.words, n=3, cutoff=0.6)
 
     def explain(self, unknown: Sequence[str]) -> str:
-        """ "'foks' (perhaps fox), 'qwerty'" """
+        """Unknown words in a sentence: "'foks' (perhaps fox), 'qwerty'"."""
         parts, distinct = [], list(dict.fromkeys(unknown))
         for word in distinct[:MAX_NAMED]:
             near = self.near(word) if len(word) <= MAX_SHOWN else []

@@ -25,7 +25,7 @@ class Encoded:
 
 
 class ImageTokenizer(nn.Module, ABC):
-    """Scales are those of the transformer; a tokenizer that packs 2 x 2 cells into a token does so inside."""
+    """A tokenizer of images. Scales are those of the transformer; it may pack 2 x 2 cells into a token."""
 
     config: Any
     encoder: Encoder

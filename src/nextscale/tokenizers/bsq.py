@@ -47,7 +47,7 @@ class BSQTokenizer(ImageTokenizer):
 
     @property
     def bits(self) -> int:
-        """Per token."""
+        """Bits per token."""
         return self.config.code_dim * self.patch**2
 
     def latent(self, grid: Grid) -> Grid:

@@ -148,8 +148,9 @@ def _product(
 ):
     tl.assume(in_features > 0)
     total = tl.minimum(tl.load(cu_seqlens_ptr + last), capacity)
-    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
-    best = _cheapest(total, out_features, in_features, TMA, BITS, BLOCK_K, SMALL_BLOCK_K)
+    best = _cheapest(
+        total, out_features, in_features, TMA, x_ptr.dtype.element_ty.primitive_bitwidth, BLOCK_K, SMALL_BLOCK_K
+    )
     size, splits = best // MAX_SPLITS, best % MAX_SPLITS + 1
     ptrs = x_ptr, weight_ptr, y_ptr, bias_ptr
     numbers = total, out_features, in_features, scale, y_scale
@@ -327,13 +328,13 @@ def _split_tiles(
             chunks = tl.cdiv(tl.minimum(total - row, ROWS), CHUNK)
             if WAITS:
                 _wait(counters_ptr + tile, split, splits)
-                first, step = split, splits
+                first, stride = split, splits
             else:
-                first, step = chunks, 1
+                first, stride = chunks, 1
                 if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == splits - 1:
                     first = 0
                     tl.store(counters_ptr + tile, 0)  # for the next call
-            for chunk in range(first, chunks, step):
+            for chunk in range(first, chunks, stride):
                 own = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
                 offset = tile * (ROWS * WIDTH) + own * WIDTH + tl.arange(0, WIDTH)[None, :]
                 added = tl.zeros((CHUNK, WIDTH), tl.float32)

@@ -110,13 +110,13 @@ def _short_kv(
             return
         head = tl.program_id(0) // chunks
         row_index, first, end = locate_block(tl.program_id(0) % chunks, before, start_ptr, chunk)
-        row, query = row_index.to(tl.int64), tl.zeros((), tl.int64)
+        row, row_start = row_index.to(tl.int64), tl.zeros((), tl.int64)
     else:
         row = (tl.program_id(1) // heads).to(tl.int64)
         head = tl.program_id(1) % heads
         chunk = rounds * BLOCK_Q
         first, end = tl.program_id(0) * chunk, queries
-        query = row * queries
+        row_start = row * queries
         q_ptr += row * q_row
     if HAS_LENGTH:
         keys = tl.load(length_ptr + row).to(tl.int32)
@@ -127,7 +127,7 @@ def _short_kv(
     k = tl.load(k_ptrs, mask=visible[None, :], other=0.0)
     v = tl.load(v_ptrs, mask=visible[:, None], other=0.0)
     q_ptrs = q_ptr + head * q_head
-    out_ptrs = out_ptr + (query * heads + head) * HEAD_DIM + arange_by_8(HEAD_DIM)
+    out_ptrs = out_ptr + (row_start * heads + head) * HEAD_DIM + arange_by_8(HEAD_DIM)
     end = tl.minimum(end, first + chunk)
     for begin in tl.range(first, end, BLOCK_Q):
         query = begin + tl.arange(0, BLOCK_Q)

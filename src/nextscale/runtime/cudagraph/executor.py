@@ -53,7 +53,7 @@ class CUDAGraphExecutor(Eager):
         self.decode_graphs = DecoderGraphs()
         self.arena: MemoryArena | None = None  # shared by all shapes of calls
         self.cache: dict[Hashable, CallGraphs] = {}  # the least recently used first
-        self.current: CallGraphs | None = None  # of the call at work
+        self.current: CallGraphs | None = None  # of the current call
         self.replayed: list[tuple[Scale, CapturedScale]] = []  # in this call,
         self.reports: list[PendingReport] = []  # of these,
         self.memory_layout: int | None = None  # and where the newest of them left what the method remembers
@@ -103,7 +103,7 @@ class CUDAGraphExecutor(Eager):
         """Let go of the least recently used graphs while there are too many for another shape, or memory is scarce."""
         while self.cache and (len(self.cache) >= MAX_CALL_SHAPES or is_scarce(device)):
             del self.cache[next(iter(self.cache))]
-            if not self.cache:  # nobody is left who shares it
+            if not self.cache:  # nothing is left that shares it
                 self.arena = None
                 self.decode_graphs.clear()
             if device.type == "cuda":
@@ -129,8 +129,8 @@ class CUDAGraphExecutor(Eager):
         graphs, scale, has_inactive_rows = self.current, batch.scale, batch.rows != batch.allocated
         # What a method remembers of an image that leaves out a scale has another grid than the others have.
         self.diverged |= batch.returns and not call.policy.capabilities.host_only
-        inactive_too = self.supports_inactive_rows(call.backbone) or not has_inactive_rows
-        if self.reason or graphs is None or self.diverged or not inactive_too:
+        supported = not has_inactive_rows or self.supports_inactive_rows(call.backbone)
+        if self.reason or graphs is None or self.diverged or not supported:
             self.memory_layout = None
             if graphs is not None:  # the policy reads its uploads from the buffers
                 graphs.buffers.uploads.stage(scale.index)

@@ -1,4 +1,4 @@
-"""Memory that all shapes of calls share, for one of them is at work at a time."""
+"""Memory that all shapes of calls share, for one of them is used at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from nextscale.io.devices import synchronize
 from nextscale.models.flat_parameters import ALIGNMENT
 
-CHUNK = 2**28  # bytes, about: a decoder's maps are as large, and leave such holes
+CHUNK = 2**28  # bytes, about: a decoder's maps are as large, and leave such gaps
 MIN_FREE = 0.25  # of the device's memory: with less it is scarce
 
 

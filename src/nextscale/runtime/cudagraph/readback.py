@@ -20,8 +20,8 @@ MAX_COPIED = 4096  # numbers of a report's entry: longer ones stay on the device
 
 
 class HostReadback:
-    """A scale's report, its largest logits, and how many pages are taken behind it, if there are any: in pinned memory,
-    apart from long entries of the report."""
+    """A scale's report, its largest logits, and how many pages are taken behind it, if there are any. All of that lies
+    in pinned memory, but for long entries of the report."""
 
     def __init__(self, report: dict[str, Tensor], max_logits: Tensor, pages: Tensor | None = None) -> None:
         self.on_device = {name: entry for name, entry in report.items() if entry.numel() > MAX_COPIED}
