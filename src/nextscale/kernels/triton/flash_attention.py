@@ -186,7 +186,7 @@ def _attention(
     last_k_ptr += row * last_row + head * last_head
     last_v_ptr += row * last_row + head * last_head
     split, splits = tl.program_id(2), tl.num_programs(2)
-    row_max, row_sum, weighted_sum, acc = attend(
+    row_max, row_sum, weighted, acc = attend(
         q,
         k_ptr,
         v_ptr,
@@ -211,16 +211,16 @@ def _attention(
     )
     if IS_SPLIT:
         at = (split * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * queries + query
-        store_split(row_max, row_sum, weighted_sum, acc, out_ptr, stats_ptr, at, real, HEAD_DIM)
+        store_split(row_max, row_sum, weighted, acc, out_ptr, stats_ptr, at, real, HEAD_DIM)
     else:
         at = (row * queries + query) * heads + head
         to = (row * heads + head) * queries + query
-        store_output(acc, row_sum, weighted_sum, out_ptr, at, entropy_ptr, to, out_scale, real, HEAD_DIM, ENTROPY)
+        store_output(acc, row_sum, weighted, out_ptr, at, entropy_ptr, to, out_scale, real, HEAD_DIM, ENTROPY)
 
 
 @triton.jit(do_not_specialize=["queries"])
 def _merge(
-    split_output_ptr,
+    split_ptr,
     stats_ptr,
     out_ptr,
     entropy_ptr,
@@ -237,13 +237,13 @@ def _merge(
     real = query < queries
     row_max = tl.full((BLOCK_Q,), -1e30, tl.float32)
     row_sum = tl.zeros((BLOCK_Q,), tl.float32)
-    weighted_sum = tl.zeros((BLOCK_Q,), tl.float32)
+    weighted = tl.zeros((BLOCK_Q,), tl.float32)
     acc = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
     for split in tl.static_range(SPLITS):
         at = (split * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * queries + query
-        row_max, row_sum, weighted_sum, acc = merge(
-            row_max, row_sum, weighted_sum, acc, split_output_ptr, stats_ptr, at, real, HEAD_DIM, ENTROPY, ""
+        row_max, row_sum, weighted, acc = merge(
+            row_max, row_sum, weighted, acc, split_ptr, stats_ptr, at, real, HEAD_DIM, ENTROPY, ""
         )
     at = (row * queries + query) * heads + head
     to = (row * heads + head) * queries + query
-    store_output(acc, row_sum, weighted_sum, out_ptr, at, entropy_ptr, to, out_scale, real, HEAD_DIM, ENTROPY)
+    store_output(acc, row_sum, weighted, out_ptr, at, entropy_ptr, to, out_scale, real, HEAD_DIM, ENTROPY)

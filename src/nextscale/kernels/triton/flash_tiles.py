@@ -76,7 +76,7 @@ def walk(
     scale,
     row_max,
     row_sum,
-    weighted_sum,
+    weighted,
     acc,
     split,
     splits,
@@ -111,7 +111,7 @@ def walk(
         p = tl.exp2(shifted)
         alpha = tl.exp2(row_max - new_max)
         if ENTROPY:
-            weighted_sum = (weighted_sum + row_sum * (row_max - new_max)) * alpha + tl.sum(p * shifted, 1)
+            weighted = (weighted + row_sum * (row_max - new_max)) * alpha + tl.sum(p * shifted, 1)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         v = tl.load(block_ptrs(v_ptr, at, v_ptrs, PAGED))
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
@@ -134,11 +134,11 @@ def walk(
         alpha = tl.exp2(row_max - new_max)
         if ENTROPY:
             weighted_here = tl.sum(tl.where(visible[None, :], p * shifted, 0.0), 1)
-            weighted_sum = (weighted_sum + row_sum * (row_max - new_max)) * alpha + weighted_here
+            weighted = (weighted + row_sum * (row_max - new_max)) * alpha + weighted_here
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
         row_max = new_max
-    return row_max, row_sum, weighted_sum, acc
+    return row_max, row_sum, weighted, acc
 
 
 @triton.jit
@@ -168,9 +168,9 @@ def attend(
     """Attend to the keys of a row and head and to those of the last scale, or to a split of both."""
     row_max = tl.full((BLOCK_Q,), -1e30, tl.float32)  # below every score, and times 0 it is 0
     row_sum = tl.zeros((BLOCK_Q,), tl.float32)
-    weighted_sum = tl.zeros((BLOCK_Q,), tl.float32)
+    weighted = tl.zeros((BLOCK_Q,), tl.float32)
     acc = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
-    row_max, row_sum, weighted_sum, acc = walk(
+    row_max, row_sum, weighted, acc = walk(
         q,
         k_ptr,
         v_ptr,
@@ -181,7 +181,7 @@ def attend(
         scale,
         row_max,
         row_sum,
-        weighted_sum,
+        weighted,
         acc,
         split,
         splits,
@@ -192,7 +192,7 @@ def attend(
         BLOCK_K,
     )
     if LAST_SCALE:
-        row_max, row_sum, weighted_sum, acc = walk(
+        row_max, row_sum, weighted, acc = walk(
             q,
             last_k_ptr,
             last_v_ptr,
@@ -203,7 +203,7 @@ def attend(
             scale,
             row_max,
             row_sum,
-            weighted_sum,
+            weighted,
             acc,
             split,
             splits,
@@ -213,14 +213,14 @@ def attend(
             False,
             BLOCK_K,
         )
-    return row_max, row_sum, weighted_sum, acc
+    return row_max, row_sum, weighted, acc
 
 
 @triton.jit
 def store_output(
     acc,
     row_sum,
-    weighted_sum,
+    weighted,
     out_ptr,
     at,
     entropy_ptr,
@@ -234,7 +234,7 @@ def store_output(
     out_ptrs = out_ptr + at[:, None] * HEAD_DIM + arange_by_8(HEAD_DIM)
     tl.store(out_ptrs, cast(acc / row_sum[:, None], out_scale, out_ptr.dtype.element_ty), mask=real[:, None])
     if ENTROPY:
-        nats = (tl.log2(row_sum) - weighted_sum / row_sum) * 0.6931471805599453
+        nats = (tl.log2(row_sum) - weighted / row_sum) * 0.6931471805599453
         tl.store(entropy_ptr + entropy_at, nats, mask=real)
 
 
@@ -242,9 +242,9 @@ def store_output(
 def merge(
     row_max,
     row_sum,
-    weighted_sum,
+    weighted,
     acc,
-    split_output_ptr,
+    split_ptr,
     stats_ptr,
     at,
     real,
@@ -259,18 +259,18 @@ def merge(
     alpha, other_alpha = tl.exp2(row_max - new_max), tl.exp2(other_max - new_max)
     if ENTROPY:
         other_weighted = tl.load(stats_ptr + at * 4 + 2, mask=real, other=0.0, cache_modifier=CACHE)
-        weighted_sum = (weighted_sum + row_sum * (row_max - new_max)) * alpha
-        weighted_sum += (other_weighted + other_sum * (other_max - new_max)) * other_alpha
+        weighted = (weighted + row_sum * (row_max - new_max)) * alpha
+        weighted += (other_weighted + other_sum * (other_max - new_max)) * other_alpha
     row_sum = row_sum * alpha + other_sum * other_alpha
-    other_ptrs = split_output_ptr + at[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)
+    other_ptrs = split_ptr + at[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)
     other_acc = tl.load(other_ptrs, mask=real[:, None], other=0.0, cache_modifier=CACHE)
-    return new_max, row_sum, weighted_sum, acc * alpha[:, None] + other_acc * other_alpha[:, None]
+    return new_max, row_sum, weighted, acc * alpha[:, None] + other_acc * other_alpha[:, None]
 
 
 @triton.jit
-def store_split(row_max, row_sum, weighted_sum, acc, split_output_ptr, stats_ptr, at, real, HEAD_DIM: tl.constexpr):
+def store_split(row_max, row_sum, weighted, acc, split_ptr, stats_ptr, at, real, HEAD_DIM: tl.constexpr):
     """Write the result of a split of the keys, for `merge`."""
-    tl.store(split_output_ptr + at[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM), acc, mask=real[:, None])
+    tl.store(split_ptr + at[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM), acc, mask=real[:, None])
     tl.store(stats_ptr + at * 4, row_max, mask=real)
     tl.store(stats_ptr + at * 4 + 1, row_sum, mask=real)
-    tl.store(stats_ptr + at * 4 + 2, weighted_sum, mask=real)
+    tl.store(stats_ptr + at * 4 + 2, weighted, mask=real)

@@ -43,9 +43,9 @@ def fused_product(
 
     `waits`: all programs run at once, and those that split a tile wait for each other: so there must be no more than
     the GPU has SMs, and nothing else may occupy one of these. Otherwise the last of them does the rest."""
-    tokens, in_features = x.shape[1:]
-    out_features = len(weight)
-    y = torch.empty(1, tokens, out_features, dtype=output_format.dtype, device=x.device)
+    tokens, K = x.shape[1:]
+    N = len(weight)
+    y = torch.empty(1, tokens, N, dtype=output_format.dtype, device=x.device)
     if not tokens:
         return y
     fp8 = x.element_size() == 1
@@ -73,8 +73,8 @@ def fused_product(
         output_format.scale,
         len(cu_seqlens) - 1,
         tokens,
-        out_features,
-        in_features,
+        N,
+        K,
         BIAS=bias is not None,
         GELU=gelu,
         TMA=tma,
@@ -134,8 +134,8 @@ def _product(
     y_scale,
     last,
     capacity,
-    out_features,
-    in_features,
+    N,
+    K,
     BIAS: tl.constexpr,
     GELU: tl.constexpr,
     TMA: tl.constexpr,
@@ -146,14 +146,12 @@ def _product(
     STAGES: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    tl.assume(in_features > 0)
+    tl.assume(K > 0)
     total = tl.minimum(tl.load(cu_seqlens_ptr + last), capacity)
-    best = _cheapest(
-        total, out_features, in_features, TMA, x_ptr.dtype.element_ty.primitive_bitwidth, BLOCK_K, SMALL_BLOCK_K
-    )
+    best = _cheapest(total, N, K, TMA, x_ptr.dtype.element_ty.primitive_bitwidth, BLOCK_K, SMALL_BLOCK_K)
     size, splits = best // MAX_SPLITS, best % MAX_SPLITS + 1
     ptrs = x_ptr, weight_ptr, y_ptr, bias_ptr
-    numbers = total, out_features, in_features, scale, y_scale
+    numbers = total, N, K, scale, y_scale
     sums = sums_ptr, counters_ptr, splits
     if size == SMALL_TILE:
         # One loop for both: of small tiles hardly any program takes a second one.
@@ -189,33 +187,25 @@ def _product(
 
 
 @triton.jit
-def _cheapest(
-    total,
-    out_features,
-    in_features,
-    TMA: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SMALL_BLOCK_K: tl.constexpr,
-):
+def _cheapest(total, N, K, TMA: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr, SMALL_BLOCK_K: tl.constexpr):
     """The plan that takes least time: size of the tiles * MAX_SPLITS + splits - 1. All are compared at once, a thread
     each. Microseconds are those that an H200 was measured to take."""
     plan = tl.arange(0, 4 * MAX_SPLITS)
     size, splits = plan // MAX_SPLITS, plan % MAX_SPLITS + 1
     rows, width = _per_size(size, 64, 128, 128, 128), _per_size(size, 64, 64, 128, 256)
-    tiles = ((total + rows - 1) // rows) * ((out_features + width - 1) // width)
+    tiles = ((total + rows - 1) // rows) * ((N + width - 1) // width)
     programs = tl.num_programs(0)
     rounds = (tiles * splits + programs - 1) // programs
     # Once; for every tile; and for 2048 channels of one in 16 bits.
     once, each_tile = _per_size(size, 2.8, 3.0, 2.0, 1.6), _per_size(size, 1.4, 1.0, 0.0, 4.1)
-    channels = _per_size(size, 6.7, 11.0, 16.7, 19.0) * (in_features * BITS / (2048.0 * 16))
+    channels = _per_size(size, 6.7, 11.0, 16.7, 19.0) * (K * BITS / (2048.0 * 16))
     # To wait for all splits; and for their sums.
     wait = _per_size(size, 1.2, 1.8, 3.8, 6.0)
     read = _per_size(size, 0.2, 0.2, 0.5, 0.5) * tl.minimum(total, rows) / rows
     cost = once + rounds * (each_tile + channels / splits) + tl.where(splits > 1, wait + read * splits, 0.0)
     # A program splits one tile at most: so every program has a place for its sums, and none waits for a second round.
     block_k = _per_size(size, SMALL_BLOCK_K, SMALL_BLOCK_K, BLOCK_K, BLOCK_K)
-    fits = (splits == 1) | ((tiles * splits <= programs) & (splits <= (in_features + block_k - 1) // block_k))
+    fits = (splits == 1) | ((tiles * splits <= programs) & (splits <= (K + block_k - 1) // block_k))
     # Before Hopper, some tiles need more memory than there is.
     fits &= TMA | (size == SMALL_TILE) | (size == SQUARE_TILE)
     # With few tokens, reading the weights takes longest, and small tiles read them with most programs.
@@ -240,8 +230,8 @@ def _whole_tiles(
     y_ptr,
     bias_ptr,
     total,
-    out_features,
-    in_features,
+    N,
+    K,
     scale,
     y_scale,
     BIAS: tl.constexpr,
@@ -254,25 +244,23 @@ def _whole_tiles(
     """Compute tiles one after the other; while one is written, the next is on its way.
 
     With two sums, for 192 channels, ptxas lets no product of the whole kernel run beside another (C7515)."""
-    down, across = tl.cdiv(total, ROWS), tl.cdiv(out_features, WIDTH)
+    down, across = tl.cdiv(total, ROWS), tl.cdiv(N, WIDTH)
     programs, done = tl.num_programs(0), tl.program_id(0)
     for tile in tl.range(tl.program_id(0), down * across, programs, flatten=True):
         row, channel = _locate_tile(tile, down, across, ROWS, WIDTH)
         sums = tl.zeros((ROWS, WIDTH), tl.float32)
-        for source in tl.range(0, in_features, BLOCK_K):
-            a = _load_tile(x, x_ptr, row, total, source, in_features, ROWS, BLOCK_K, TMA)
-            b = _load_tile(weight, weight_ptr, channel, out_features, source, in_features, WIDTH, BLOCK_K, TMA)
+        for source in tl.range(0, K, BLOCK_K):
+            a = _load_tile(x, x_ptr, row, total, source, K, ROWS, BLOCK_K, TMA)
+            b = _load_tile(weight, weight_ptr, channel, N, source, K, WIDTH, BLOCK_K, TMA)
             sums = tl.dot(a, b.T, sums)
         # Counted once more, so that what is written does not keep back what is fetched.
         row, channel = _locate_tile(done, down, across, ROWS, WIDTH)
         done += programs
-        result = _epilogue(
-            sums, scale, bias_ptr, channel, out_features, y_scale, y_ptr.dtype.element_ty, BIAS, GELU, WIDTH
-        )
+        result = _epilogue(sums, scale, bias_ptr, channel, N, y_scale, y_ptr.dtype.element_ty, BIAS, GELU, WIDTH)
         if TMA:  # writes behind the last token, too, where nobody reads, but never beside the tensor
             y.store([row, channel], result)
         else:
-            _store_tile(y_ptr, result, row, total, channel, out_features, ROWS, WIDTH)
+            _store_tile(y_ptr, result, row, total, channel, N, ROWS, WIDTH)
 
 
 @triton.jit
@@ -287,8 +275,8 @@ def _split_tiles(
     counters_ptr,
     splits,
     total,
-    out_features,
-    in_features,
+    N,
+    K,
     scale,
     y_scale,
     BIAS: tl.constexpr,
@@ -307,19 +295,19 @@ def _split_tiles(
     that waits has anything to do that others wait for."""
     CHUNK: tl.constexpr = ROWS // 4  # tokens that are added up at once, for there are only so many registers
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    down, across = tl.cdiv(total, ROWS), tl.cdiv(out_features, WIDTH)
-    tiles, steps = down * across, tl.cdiv(in_features, BLOCK_K)
+    down, across = tl.cdiv(total, ROWS), tl.cdiv(N, WIDTH)
+    tiles, steps = down * across, tl.cdiv(K, BLOCK_K)
     for item in range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
         tile, split = item % tiles, item // tiles
         row, channel = _locate_tile(tile, down, across, ROWS, WIDTH)
         sums = tl.zeros((ROWS, WIDTH), tl.float32)
         for step in tl.range(split * steps // splits, (split + 1) * steps // splits, num_stages=STAGES):
-            a = _load_tile(x, x_ptr, row, total, step * BLOCK_K, in_features, ROWS, BLOCK_K, TMA)
-            b = _load_tile(weight, weight_ptr, channel, out_features, step * BLOCK_K, in_features, WIDTH, BLOCK_K, TMA)
+            a = _load_tile(x, x_ptr, row, total, step * BLOCK_K, K, ROWS, BLOCK_K, TMA)
+            b = _load_tile(weight, weight_ptr, channel, N, step * BLOCK_K, K, WIDTH, BLOCK_K, TMA)
             sums = tl.dot(a, b.T, sums)
         if splits == 1:
-            result = _epilogue(sums, scale, bias_ptr, channel, out_features, y_scale, dtype, BIAS, GELU, WIDTH)
-            _store_tile(y_ptr, result, row, total, channel, out_features, ROWS, WIDTH)
+            result = _epilogue(sums, scale, bias_ptr, channel, N, y_scale, dtype, BIAS, GELU, WIDTH)
+            _store_tile(y_ptr, result, row, total, channel, N, ROWS, WIDTH)
         else:
             inside = tl.arange(0, ROWS)
             to = sums_ptr + item * (ROWS * WIDTH) + inside[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -344,8 +332,8 @@ def _split_tiles(
                         real = row + own < tl.where(base + other < splits, total, 0)
                         # Not from the cache of this SM, which does not hear of others.
                         added += tl.load(there, mask=real, other=0.0, cache_modifier=".cg")
-                result = _epilogue(added, scale, bias_ptr, channel, out_features, y_scale, dtype, BIAS, GELU, WIDTH)
-                _store_tile(y_ptr, result, row + chunk * CHUNK, total, channel, out_features, CHUNK, WIDTH)
+                result = _epilogue(added, scale, bias_ptr, channel, N, y_scale, dtype, BIAS, GELU, WIDTH)
+                _store_tile(y_ptr, result, row + chunk * CHUNK, total, channel, N, CHUNK, WIDTH)
 
 
 @triton.jit
@@ -371,16 +359,14 @@ def _locate_tile(tile, down, across, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(
-    descriptor, ptr, row, rows, channel, in_features, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr
-):
+def _load_tile(descriptor, ptr, row, rows, channel, K, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
     """[ROWS, BLOCK_K] of a matrix with so many rows. Anything may lie behind the last token: it stays in its row."""
     if TMA:
         return descriptor.load([row, channel])
     rank = row + tl.arange(0, ROWS)
     source = channel + tl.arange(0, BLOCK_K)
-    ptrs = ptr + rank[:, None].to(tl.int64) * in_features + source[None, :]
-    return tl.load(ptrs, mask=(rank < rows)[:, None] & (source < in_features)[None, :], other=0.0)
+    ptrs = ptr + rank[:, None].to(tl.int64) * K + source[None, :]
+    return tl.load(ptrs, mask=(rank < rows)[:, None] & (source < K)[None, :], other=0.0)
 
 
 @triton.jit
@@ -389,7 +375,7 @@ def _epilogue(
     scale,
     bias_ptr,
     channel,
-    out_features,
+    N,
     y_scale,
     dtype: tl.constexpr,
     BIAS: tl.constexpr,
@@ -399,18 +385,18 @@ def _epilogue(
     result = sums * scale
     if BIAS:
         channels = channel + tl.arange(0, WIDTH)
-        result += tl.load(bias_ptr + channels, mask=channels < out_features, other=0.0).to(tl.float32)[None, :]
+        result += tl.load(bias_ptr + channels, mask=channels < N, other=0.0).to(tl.float32)[None, :]
     if GELU:  # (1 + tanh(z)) / 2 is sigmoid(2 z)
         result *= tl.sigmoid(1.5957691216057308 * (result + 0.044715 * result * result * result))
     return cast(result, y_scale, dtype)
 
 
 @triton.jit
-def _store_tile(y_ptr, result, row, total, channel, out_features, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _store_tile(y_ptr, result, row, total, channel, N, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     rank = row + tl.arange(0, ROWS)
     channels = channel + tl.arange(0, WIDTH)
-    ptrs = y_ptr + rank[:, None].to(tl.int64) * out_features + channels[None, :]
-    tl.store(ptrs, result, mask=(rank < total)[:, None] & (channels < out_features)[None, :])
+    ptrs = y_ptr + rank[:, None].to(tl.int64) * N + channels[None, :]
+    tl.store(ptrs, result, mask=(rank < total)[:, None] & (channels < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["last", "capacity"])

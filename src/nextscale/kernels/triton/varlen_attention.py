@@ -122,7 +122,7 @@ def _varlen_attention(
     table_ptr,
     last_k_ptr,
     last_v_ptr,
-    split_output_ptr,
+    split_ptr,
     stats_ptr,
     counters_ptr,
     q_head,
@@ -185,7 +185,7 @@ def _varlen_attention(
         query = (first + rank).to(tl.int64)
         q_ptrs = q_ptr + head * q_head + query[:, None] * q_token + tl.arange(0, HEAD_DIM)
         q = tl.load(q_ptrs, mask=real[:, None], other=0.0)
-        row_max, row_sum, weighted_sum, acc = attend(
+        row_max, row_sum, weighted, acc = attend(
             q,
             k_ptr + row * k_row + head * k_head,
             v_ptr + row * v_row + head * v_head,
@@ -211,35 +211,25 @@ def _varlen_attention(
         at, entropy_at = query * heads + head, head.to(tl.int64) * queries + query
         if splits == 1:
             store_output(
-                acc, row_sum, weighted_sum, out_ptr, at, entropy_ptr, entropy_at, out_scale, real, HEAD_DIM, ENTROPY
+                acc, row_sum, weighted, out_ptr, at, entropy_ptr, entropy_at, out_scale, real, HEAD_DIM, ENTROPY
             )
         else:
             slot = unit * BLOCK_Q + rank
-            store_split(row_max, row_sum, weighted_sum, acc, split_output_ptr, stats_ptr, slot, real, HEAD_DIM)
+            store_split(row_max, row_sum, weighted, acc, split_ptr, stats_ptr, slot, real, HEAD_DIM)
             tl.debug_barrier()  # all threads have written before one says so
             arrived = tl.atomic_add(counters_ptr + item, 1, sem="acq_rel", scope="gpu")
             if arrived == splits - 1:
                 tl.store(counters_ptr + item, 0)
                 row_max = tl.full((BLOCK_Q,), -1e30, tl.float32)
                 row_sum = tl.zeros((BLOCK_Q,), tl.float32)
-                weighted_sum = tl.zeros((BLOCK_Q,), tl.float32)
+                weighted = tl.zeros((BLOCK_Q,), tl.float32)
                 acc = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
                 for other in tl.range(splits):
                     slot = (other * items + item) * BLOCK_Q + rank
                     # Not from the cache of this SM: other programs have just written it.
-                    row_max, row_sum, weighted_sum, acc = merge(
-                        row_max,
-                        row_sum,
-                        weighted_sum,
-                        acc,
-                        split_output_ptr,
-                        stats_ptr,
-                        slot,
-                        real,
-                        HEAD_DIM,
-                        ENTROPY,
-                        ".cg",
+                    row_max, row_sum, weighted, acc = merge(
+                        row_max, row_sum, weighted, acc, split_ptr, stats_ptr, slot, real, HEAD_DIM, ENTROPY, ".cg"
                     )
                 store_output(
-                    acc, row_sum, weighted_sum, out_ptr, at, entropy_ptr, entropy_at, out_scale, real, HEAD_DIM, ENTROPY
+                    acc, row_sum, weighted, out_ptr, at, entropy_ptr, entropy_at, out_scale, real, HEAD_DIM, ENTROPY
                 )
