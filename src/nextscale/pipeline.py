@@ -1,4 +1,4 @@
-"""The one object that users hold: a model, ready to make pictures."""
+"""The one object that users hold: a model, ready to make images."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Pipeline:
             to_host(text_encoder)
         self._estimates: dict[Any, Estimate] = {}  # the newest
         self._clock: Clock | None = None  # of the call before
-        self._known_sizes: set[tuple[int, int]] = set()  # height, width of pictures that were asked for
+        self._known_sizes: set[tuple[int, int]] = set()  # height, width of images that were asked for
         self.progress_bar = progress_bar  # None: only on a terminal
         self.weight_files = tuple(weight_files)  # where the weights were read; empty: they were never in files
 
@@ -223,10 +223,10 @@ class Pipeline:
         prompt_embeds: Tensor | Sequence[Tensor] | None = None,
         negative_prompt_embeds: Tensor | Sequence[Tensor] | None = None,
     ) -> Output:
-        """Make pictures of a prompt or class label, or of a list of them.
+        """Make images of a prompt or class label, or of a list of them.
 
         Important:
-            seed: the pictures of a call get seed, seed + 1, ...; a list names the seed of each. A picture depends
+            seed: the images of a call get seed, seed + 1, ...; a list names the seed of each. An image depends
                 on its own seed only, not on the rest of the batch.
             generator: instead of a seed, the official code's use of one generator for the whole batch.
             guidance_scale: in the model's own convention (VAR: 0 = none, grows with the scale; Infinity: 1 = none).
@@ -281,7 +281,7 @@ class Pipeline:
         decides; `captured` counts. Returns how many scales were captured.
 
         sizes: None for the model's own, (height, width), "0.25M", or a dict of arguments such as aspect_ratio.
-        methods: None or as in a call. batches: numbers of pictures.
+        methods: None or as in a call. batches: numbers of images.
         text_tokens: of the longest prompt. callbacks: also for calls with a callback, as previews have.
         options: others of a call, such as guidance_scale (with guidance or without is what matters) or greedy.
         """
@@ -293,7 +293,7 @@ class Pipeline:
         return self.executor.captured
 
     def encode(self, images: Image.Image | Sequence[Image.Image] | Tensor) -> list[Tensor]:
-        """Pictures, or a tensor [B, 3, H, W] in [-1, 1] -> the tokens of every scale, as `force_tokens` takes them."""
+        """Images, or a tensor [B, 3, H, W] in [-1, 1] -> the tokens of every scale, as `force_tokens` takes them."""
         pixels = images if isinstance(images, Tensor) else from_pil(images)
         if pixels.ndim != 4 or pixels.shape[1] != 3 or not pixels.numel() or not pixels.is_floating_point():
             raise NextscaleError(f"images must be floats [B, 3, H, W] in [-1, 1], not {short_repr(pixels)}")
@@ -314,7 +314,7 @@ class Pipeline:
         aspect_ratio: float | None = None,
         pixel_budget: str | None = None,
     ) -> Schedule:
-        """The grids of a picture of this size; by default the square that the model was made for."""
+        """The grids of an image of this size; by default the square that the model was made for."""
         return self.model.schedule(height, width, aspect_ratio, pixel_budget)
 
     def estimate(

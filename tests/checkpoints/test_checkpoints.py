@@ -328,7 +328,7 @@ def test_arguments_that_contradict_a_converted_folder(tmp_path: Path) -> None:
 def test_any_pipe_survives_a_round_trip(any_pipe, tmp_path: Path) -> None:
     """Our own state dict is what a converted file holds."""
     parts = (("backbone", any_pipe.backbone), ("tokenizer", any_pipe.tokenizer))
-    content = {f"{prefix}.{k}": v for prefix, module in parts for k, v in module.state_dict().items()}
+    content = {f"{prefix}.{k}": v.contiguous() for prefix, module in parts for k, v in module.state_dict().items()}
     family = any_pipe.backbone.family
     config = {"format": "nextscale", "version": 1, "family": family, "model": "mine", "pixel_budget": None}
     import dataclasses

@@ -90,16 +90,16 @@ def test_guidance_that_is_told_its_numbers(weight: float, guided: torch.Tensor |
 
 
 def test_calls_that_differ_in_numbers_have_one_structure() -> None:
-    def structure(bits: bool = False, guidance=(3.0, 3.0), **options):
-        return Sampling.make(2, guidance=guidance, **options).structure(bits)
+    def graph_key(bits: bool = False, guidance=(3.0, 3.0), **options):
+        return Sampling.make(2, guidance=guidance, **options).graph_key(bits)
 
-    usual = structure(top_k=5)
-    assert usual == structure(guidance=(1.0, 4.0), temperature=0.5, top_k=[0, 9])
+    usual = graph_key(top_k=5)
+    assert usual == graph_key(guidance=(1.0, 4.0), temperature=0.5, top_k=[0, 9])
     for other in ({"greedy": True}, {"smooth": True}, {"guidance_layers": (-1,)}, {"guidance": (3.0, 1.0)}):
-        assert structure(top_k=5, **other) != usual
-    assert structure() != usual, "nothing is looked for"
-    assert structure(top_p=0.5) != usual, "it sorts"
-    assert structure(True, top_p=0.5) == structure(True, top_k=1) == structure(True)
+        assert graph_key(top_k=5, **other) != usual
+    assert graph_key() != usual, "nothing is looked for"
+    assert graph_key(top_p=0.5) != usual, "it sorts"
+    assert graph_key(True, top_p=0.5) == graph_key(True, top_k=1) == graph_key(True)
 
 
 def test_schedule_table() -> None:

@@ -169,7 +169,8 @@ def test_a_stream_of_packed_tokens(device: str, kept: list[list[int]], make, gat
     assert residual_norm.supports(x) == (device == "cuda")
     chosen = chosen_from(kept, device)
     chosen = chosen.known() if known else chosen
-    stream, alone = ResidualStream(x, chosen), [ResidualStream(x[row : row + 1, cells]) for row, cells in enumerate(kept)]
+    stream = ResidualStream(x, chosen)
+    alone = [ResidualStream(x[row : row + 1, cells]) for row, cells in enumerate(kept)]
 
     def of(vector: Tensor | None, row: int) -> Tensor | None:
         return vector if vector is None or vector.ndim == 1 or len(vector) == 1 else vector[row : row + 1]

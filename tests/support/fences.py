@@ -1,8 +1,8 @@
-"""Memory in which nothing can be overlooked, for kernels in Triton's interpreter.
+"""Fenced memory for kernels in Triton's interpreter, in which no fault stays hidden.
 
-What a kernel makes is NaN until it is written, and its inputs are surrounded by NaN, its outputs by huge numbers: what
-was never written, or was read from beside a tensor, spoils the result, and what was written there is seen at the end.
-Importing this skips a test file where kernels cannot be interpreted.
+Outputs of a kernel are NaN until they are written; NaN surrounds its inputs, and huge numbers its outputs. So numbers
+that were never written, or read from beside a tensor, spoil the result, and a check at the end finds those that were
+written there. Importing this skips a test file where kernels cannot be interpreted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ empty, empty_like = torch.empty, torch.empty_like
 
 
 def fenced(like: Tensor, copy: bool = True) -> Tensor:
-    """The same tensor, or one like it that nobody has written yet, in a field of its own."""
+    """A copy of the tensor, or one like it that is not written yet, in a field of its own."""
     span = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
     size = span * like.element_size()
     around = UNKNOWN if copy else HUGE
@@ -51,12 +51,12 @@ def whole(*numbers: int) -> Tensor:
     return fenced(torch.tensor(numbers, dtype=torch.long))
 
 
-def some_tokens(cells: int, counts: list[int], room: int | None = None) -> tuple[Packed, list[list[int]]]:
-    """So many random cells of every row, packed, and what they are. Behind them is room for other tokens, by default
-    for all, whose cells nobody may read."""
+def some_tokens(cells: int, counts: list[int], capacity: int | None = None) -> tuple[Packed, list[list[int]]]:
+    """So many random cells of every row, packed, and which. Behind them is a capacity for other tokens, by default for
+    all, whose cells no kernel may read."""
     kept = [sorted(torch.randperm(cells)[:n].tolist()) for n in counts]
     total = sum(counts)
-    cell = torch.full((len(counts) * cells if room is None else room,), -(1 << 30), dtype=torch.int32)
+    cell = torch.full((len(counts) * cells if capacity is None else capacity,), -(1 << 30), dtype=torch.int32)
     cell[1::2] = 1 << 30
     cell[:total] = torch.tensor([row * cells + i for row, of in enumerate(kept) for i in of], dtype=torch.int32)
     slot = torch.full((len(counts) * cells,), -1, dtype=torch.int32)
@@ -67,11 +67,11 @@ def some_tokens(cells: int, counts: list[int], room: int | None = None) -> tuple
 
 @contextmanager
 def fences(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For a test of this name, whose random numbers are its own."""
+    """Fence what a test of this name makes; its random numbers depend on the name."""
     torch.manual_seed(zlib.crc32(name.encode()))
     FIELDS.clear()
-    monkeypatch.setattr(torch, "empty", lambda *size, **kind: fenced(empty(*size, **kind), copy=False))
-    monkeypatch.setattr(torch, "empty_like", lambda *given, **kind: fenced(empty_like(*given, **kind), copy=False))
+    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: fenced(empty(*size, **kwargs), copy=False))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: fenced(empty_like(*args, **kwargs), copy=False))
     yield
     for field, around in FIELDS:
         beside = torch.cat((field[:MARGIN], field[-MARGIN:]))

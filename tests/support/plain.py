@@ -1,4 +1,4 @@
-"""What kernels compute, in plain numpy and float64: nothing here comes from the package or from torch's own layers."""
+"""References of the kernels in plain numpy and float64, without the package or torch's own layers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def plain(x: Tensor) -> Array:
 
 
 def close(found: Tensor, exact: Array, atol: float = 2e-5) -> None:
-    """All numbers of one shape, none of them NaN that should not be, and within float32's rounding by default."""
+    """Equal in shape, without unexpected NaN, and within float32's rounding by default."""
     assert tuple(found.shape) == exact.shape
     np.testing.assert_allclose(plain(found), exact, rtol=atol, atol=atol)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, length: list[int] | None = None) -> tuple[Array, Array]:
-    """What q [R, H, K, D] sees of the first keys [R, H, S, D], and the entropy of its weights, a mean over heads."""
-    seen, entropy = np.empty(q.shape), np.empty((q.shape[0], q.shape[2]))
+    """Attention of q [R, H, K, D] to the first keys [R, H, S, D], and the entropy of its weights, a mean over heads."""
+    output, entropy = np.empty(q.shape), np.empty((q.shape[0], q.shape[2]))
     for row in range(len(q)):
         n = k.shape[2] if length is None else length[row]
         scores = plain(q[row]) @ plain(k[row, :, :n]).transpose(0, 2, 1) * scale
         p = np.exp(scores - scores.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
-        seen[row] = p @ plain(v[row, :, :n])
+        output[row] = p @ plain(v[row, :, :n])
         entropy[row] = -(p * np.log(np.maximum(p, 1e-300))).sum(-1).mean(0)
-    return seen, entropy
+    return output, entropy
 
 
 def cosine(x: Array, log_scale: Array | None = None, positions: Array | None = None) -> Array:

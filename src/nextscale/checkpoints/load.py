@@ -116,7 +116,7 @@ def check(module: nn.Module, state: StateFile, names: Mapping[str, str]) -> None
     if not problems:
         for key in names:
             info = state.infos[key]
-            if info.form or info.dtype not in FLOATS:  # read as numbers these would make some picture
+            if info.form or info.dtype not in FLOATS:  # read as numbers these would make some image
                 raise NextscaleError(
                     f"{state.file_of(key)} stores {key!r} as {info.form or dtype_name(info.dtype)}, "
                     f"but weights are plain tensors of {choices(map(dtype_name, FLOATS))}"

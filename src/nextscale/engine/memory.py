@@ -17,7 +17,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes. Text is encoded, tokens are generated, the picture is decoded: of what each phase needs for itself only
+    """Bytes. Text is encoded, tokens are generated, the image is decoded: of what each phase needs for itself only
     the largest counts. A text encoder that is not offloaded stays beside all of them."""
 
     weights: int  # of transformer and tokenizer

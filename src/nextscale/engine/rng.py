@@ -37,7 +37,7 @@ class PerImageNoise:
     """Noise for (image, scale) comes from a generator seeded by (seed, scale).
 
     So neither the rest of the batch, nor skipped scales, nor a method that drops tokens changes the
-    numbers of a cell, and an accelerated picture can be compared with the plain one.
+    numbers of a cell, and an accelerated image can be compared with the plain one.
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device | str = "cpu") -> None:

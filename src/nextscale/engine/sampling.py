@@ -96,7 +96,7 @@ class Sampling:
         most = max(self.top_k)
         return None if self.top_p or most > MAX_PARTIAL_SORT else MAX_PARTIAL_SORT if most else 0
 
-    def structure(self, bits: bool) -> Hashable:
+    def graph_key(self, bits: bool) -> Hashable:
         """What decides which code runs, apart from the schedule and the rows of a scale."""
         filters = None if self.greedy or bits else self.max_top_k
         return self.guided_until, self.progress, self.greedy, self.smooth, self.guidance_layers, filters

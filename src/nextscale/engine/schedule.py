@@ -69,7 +69,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Size:
-    """What a user says about the size of a picture; None = not said."""
+    """What a user says about the size of an image; None = not said."""
 
     height: int | None = None  # pixels
     width: int | None = None
@@ -117,7 +117,7 @@ def _table() -> dict[float, tuple[Grid, ...]]:
     for ratio, row in _ROWS.items():
         grids = [tuple(int(n) for n in grid.split("x")) for grid in row.split()]
         table[ratio] = tuple((h, w) for h, w in grids)
-        if ratio != 1.0:  # lying pictures: the same row turned, its key truncated as in the official table
+        if ratio != 1.0:  # lying images: the same row turned, its key truncated as in the official table
             table[int(1000 / ratio) / 1000] = tuple((w, h) for h, w in grids)
     return table
 
@@ -148,7 +148,7 @@ def infinity_schedule(aspect_ratio: float = 1.0, pixel_budget: str = "1M") -> Sc
 
 
 def is_far(schedule: Schedule, pixel_budget: str | None) -> bool:
-    """Whether pictures have more than twice, or less than half, the pixels of a budget at the same aspect ratio."""
+    """Whether images have more than twice, or less than half, the pixels of a budget at the same aspect ratio."""
     if schedule.pixel_budget is None or pixel_budget is None:
         return False
     h, w = infinity_schedule(schedule.aspect_ratio, pixel_budget).last

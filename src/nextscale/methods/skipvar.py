@@ -1,4 +1,4 @@
-"""SkipVAR: two previews tell, per picture, how many of the last scales can be left out or run without guidance."""
+"""SkipVAR: two previews tell, per image, how many of the last scales can be left out or run without guidance."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _stage(content: dict[str, Any]) -> Stage:
 
 
 def gradient_change(new: Tensor, old: Tensor) -> Tensor:
-    """Feature A: mean difference of the Sobel magnitudes of two pictures [B, 3, H, W], per picture."""
+    """Feature A: mean difference of the Sobel magnitudes of two images [B, 3, H, W], per image."""
     return (_sobel(new) - _sobel(old)).abs().mean((1, 2, 3))
 
 
@@ -99,7 +99,7 @@ def _sobel(images: Tensor) -> Tensor:
 
 
 def high_frequency_share(images: Tensor, radius: float = 0.4) -> Tensor:
-    """Feature B: share of the spectrum's amplitude outside a disc around its center, per picture [B, 3, H, W]."""
+    """Feature B: share of the spectrum's amplitude outside a disc around its center, per image [B, 3, H, W]."""
     gray = images.float().mean(1)
     h, w = gray.shape[-2:]
     amplitude = torch.fft.fftshift(torch.fft.fft2(gray), dim=(-2, -1)).abs()
@@ -155,7 +155,7 @@ class SkipVARPolicy(Policy):
         self.old = None
 
     def _picture(self, features: Tensor) -> Tensor:
-        """A small decoded picture of the map so far."""
+        """A small decoded image of the map so far."""
         assert self.context.decode is not None
         factor = features.shape[-2] // self.context.schedule.last[0]  # latent cells per token
         size = (self.size.h * factor, self.size.w * factor)

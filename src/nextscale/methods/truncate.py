@@ -13,7 +13,7 @@ from nextscale.methods.policy import HOST_ONLY, Activation, Explanation, Policy,
 
 @dataclass(frozen=True)
 class Truncate(Method):
-    """The picture is decoded from the scales before; every cleverer method must beat this."""
+    """The image is decoded from the scales before; every cleverer method must beat this."""
 
     name = "truncate"
     summary = "Leaves out the last k scales and decodes what is there."

@@ -74,7 +74,7 @@ class CUDAGraphExecutor(Eager):
         if self.reason:
             logger.info("no CUDA graphs: %s", self.reason)
             return super().open(call, inputs, images, guided)
-        sampling = call.sampling.structure(bits=bool(call.backbone.token_shape))
+        sampling = call.sampling.graph_key(bits=bool(call.backbone.token_shape))
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in inputs)
         capabilities = call.policy.capabilities
         method = None if capabilities.host_only else capabilities.graph_key
