@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from nextscale.version import __version__
 
 if TYPE_CHECKING:
-    from nextscale.official import from_official
     from nextscale.engine.callback import ScaleEnd
     from nextscale.engine.output import Output
     from nextscale.errors import NextscaleError
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         Truncate,
     )
     from nextscale.models.registry import MODELS
+    from nextscale.official import from_official
     from nextscale.pipeline import Pipeline
     from nextscale.research.verify import verify
 

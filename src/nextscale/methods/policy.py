@@ -70,8 +70,8 @@ class Capabilities:
     # `restore` on a residual stream whose last sum is pending, in one pass where that is possible; None = it is not.
     fused_restore: Callable[..., Tensor | None] | None = None
     kv_tokens: int | None = None  # KV entries per row to reserve at once: None = those of all scales, 0 = grow
-    # Settings that decide which code runs inside a scale, and with which numbers that are not uploaded: calls that share
-    # them share captured scales. None: nothing can be captured. To declare it is to promise that nothing between
+    # Settings that decide which code runs inside a scale, and with which numbers that are not uploaded: calls that
+    # share them share captured scales. None: nothing can be captured. To declare it is to promise that nothing between
     # `plan_scale` and `on_report` waits for the device, reads host numbers that `ScalePlan.variant` does not name, or
     # leaves tensors anywhere but in `memory` and the report.
     graph_key: Hashable = None

@@ -91,5 +91,5 @@ class Layout(ABC):
             allowed = choices(self.allowed) or "at least 1"
             raise NextscaleError(f"{self.title} takes {allowed} pictures per prompt, not {images}")
 
-    def check_size(self, height: int, width: int) -> None:  # noqa: B027 (most scorers take any)
+    def check_size(self, height: int, width: int) -> None:
         """Complain of images that the scorer would cut wrongly."""

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from nextscale.checkpoints.families import FAMILIES
-from nextscale.official import LiveState
 from nextscale.checkpoints.pretrained import official_part
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule
 from nextscale.errors import NextscaleError
 from nextscale.models.hart import HART, HARTConfig
 from nextscale.models.text_conditioning import TextCondition
+from nextscale.official import LiveState
 from nextscale.research.verify.base import TOLERANCE, Arguments, Case, RecordedRun, Recording, section, tensors_of
 from nextscale.tokenizers.vq import VQConfig
 
