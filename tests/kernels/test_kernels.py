@@ -618,7 +618,7 @@ def test_the_entropy_of_the_lens(device: str, unit: str) -> None:
     head = nn.Linear(128, 2 * 5).to(device).requires_grad_(False)
     x = torch.randn(2, 45, 128, device=device) * 3 + 1
     scale, shift = torch.randn(2, 2, 1, 128, device=device)
-    logits = head(Norm(1e-6, scale, shift, plus_one=True)(x)).unflatten(-1, (5, 2))
+    logits = head(Norm(1e-6, scale, shift, plus_one=True).apply(x)).unflatten(-1, (5, 2))
     parts = BitHead.of(head, scale[:, 0], shift[:, 0], 1e-6)
     assert torch.allclose(parts.logits(x), logits[..., 1] - logits[..., 0], atol=1e-4)
     assert logit_lens.supports(x) == (device == "cuda")

@@ -29,7 +29,7 @@ class Norm(NamedTuple):
     plus_one: bool = False  # times 1 + factor
     rms: bool = False  # the mean is not subtracted
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         if self.rms:
             y = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
         elif not self.plus_one:
@@ -42,7 +42,8 @@ class Norm(NamedTuple):
 
     def of(self, chosen: Packed | None) -> Norm:
         """The norm of the chosen tokens [1, T, C]."""
-        return self._replace(factor=gather_rows(self.factor, chosen), term=gather_rows(self.term, chosen))
+        factor, term = gather_rows(self.factor, chosen), gather_rows(self.term, chosen)
+        return Norm(self.eps, factor, term, self.plus_one, self.rms)
 
 
 def gather_rows(vector: Tensor | None, chosen: Packed | None) -> Tensor | None:

@@ -87,7 +87,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
+        return self.norm.apply(x)
 
     @property
     def norm(self) -> Norm:

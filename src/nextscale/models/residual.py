@@ -39,7 +39,7 @@ class ResidualStream:
         """The normalized sum, as this linear layer reads it."""
         if not residual_norm.supports(self.x):
             dtype = reader.dtype if isinstance(reader, FP8Linear) else reader.weight.dtype
-            return norm.of(self.packed)(self.sum).to(dtype)
+            return norm.of(self.packed).apply(self.sum).to(dtype)
         pending = self.packed, self.needs_gather, self.delta, self.gate
         self.x, normed = residual_norm.fused_sum_and_norm(self.x, *pending, norm, input_format(reader))
         self.needs_gather, self.delta = False, None
