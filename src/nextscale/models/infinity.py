@@ -158,7 +158,8 @@ class InfinityBlock(AdaLNBlock):
         if name == "cross":
             norm = self.cross_norm
             normed = stream.normed(Norm(norm.eps, norm.weight, norm.bias), self.cross.q)
-            stream.add(self.cross.attend(normed, *block_cond[2:], packed=stream.packed))
+            b, packed = block_cond, stream.packed
+            stream.add(self.cross.attend(normed, b.keys, b.values, b.mask, b.lengths, packed))
         else:
             super().sublayer(name, stream, block_cond)
 
