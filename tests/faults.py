@@ -57,6 +57,8 @@ def attempt(tree: Path, fault: dict) -> str:
     if done.returncode == 1:
         failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
         return f"{NOTICED} by {failed[0].split(' ', 1)[1].split(' - ')[0]}" if failed else NOTICED
+    if done.returncode < 0:
+        return f"{NOTICED} (it ends the interpreter)"
     return "NOT NOTICED" if done.returncode == 0 else f"pytest ended with {done.returncode}: {done.stdout[-300:]}"
 
 

@@ -249,6 +249,7 @@ def test_shared_tiles_are_shared(device, monkeypatch) -> None:
     device.programs = 16
     device.use(3)
     x, layer = tokens(2, 512), a_layer(128, 512)
+    x[:, 2:] = 1.0  # numbers, so that work on what lies behind the tokens would be seen
     first = ragged_linear.linear(x, layer, starts(2))
     made = []
     monkeypatch.setattr(torch, "empty", spied(torch.empty, made))

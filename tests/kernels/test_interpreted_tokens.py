@@ -70,7 +70,7 @@ def test_select(monkeypatch, cells: int, copies: int) -> None:
     score[3, cells // 2] = math.inf
     score[3, 0] = -math.inf
     score[4, cells // 3 :] = score[4, 0]  # ties
-    counts = [0, 1, cells, cells // 2 + 1, cells // 2, cells]
+    counts = [0, 1, cells // 2 + 1, cells // 2, cells // 2, cells]
     selected(*fused_select(score, whole(*counts), copies), score, counts, copies)
     for image, count in enumerate(counts):
         alone = fenced(score[image : image + 1])
