@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format test-gpu test-kernels test-hostile test-score docs bench-load clean
+.PHONY: demo test lint format test-gpu test-kernels test-compile test-hostile test-score docs bench-load clean
 
 # The stamp is newer than what it was made from, or the environment is made again.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -35,6 +35,12 @@ test-gpu:
 test-kernels: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/triton triton
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal tests/kernels/test_interpreted*.py
+
+# The same kernels compiled for Hopper, without a GPU: what the interpreter takes and the compiler does not.
+test-compile: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/triton triton
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/triton:tests $(BIN)/python -m pytest -p support.compile_only -n auto --maxprocesses 8 \
+		--dist worksteal tests/kernels/test_interpreted_[a-z]*.py
 
 # Many bad arguments, configs, weights and prompts: no traceback, no hang, nothing executed, nothing half-written.
 test-hostile: $(VENV)/.ready
