@@ -16,6 +16,10 @@ class NextscaleError(ValueError):
         super().__init__(readable(message))
 
 
+class OutOfMemory(NextscaleError):
+    """The device's memory is too small for this call."""
+
+
 def first_line(error: BaseException) -> str:
     """What another library says, as a part of our sentence."""
     lines = str(error).strip().splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ from nextscale.tokenizers.base import ImageTokenizer
 logger = logging.getLogger(__name__)
 
 OFFLOADS = ("text",)
+MAX_ESTIMATES = 16  # that are kept
 ENCODERS = {"infinity": T5Encoder, "hart": QwenEncoder}
 
 
@@ -75,7 +77,7 @@ class Pipeline:
         self.text_encoder, self.offload = text_encoder, offload
         if text_encoder is not None and offload is not None:
             to_host(text_encoder)
-        self._estimates: dict[Any, Estimate] = {}  # the newest
+        self._estimates: dict[Any, Estimate] = {}  # the newest of them
         self._clock: Clock | None = None  # of the call before
         self._known_sizes: set[tuple[int, int]] = set()  # height, width of images that were asked for
         self.progress_bar = progress_bar  # None: only on a terminal
@@ -260,6 +262,12 @@ class Pipeline:
         self._clock = clock
         return output
 
+    def check(self, prompt: Any = None, **arguments: Any) -> None:
+        """Refuse what a call with these arguments would refuse, without encoding a prompt or making an image."""
+        call = inspect.signature(self.__call__).bind(prompt, **arguments)
+        call.apply_defaults()
+        read_request(self.model, self._admit, **call.arguments)
+
     def _admit(self, prompts: Prompts, schedule: Schedule, guided: bool) -> None:
         """Warn of an untrained size, and refuse what the memory cannot hold."""
         self._warn_of_size(schedule)
@@ -344,7 +352,9 @@ class Pipeline:
             weights = sum(t.nbytes for t in tensors)
             made = estimate(self.backbone, self.tokenizer, schedule, images, guided, text_length, weights)
             found = dataclasses.replace(made, text_encoder=encoder, offload=rests)
-            self._estimates = {key: found}
+            newest = list(self._estimates.items())[1 - MAX_ESTIMATES :]
+            self._estimates = {**dict(newest), key: found}
+            return found
         return self._estimates[key]
 
     def _warn_of_size(self, schedule: Schedule) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from support.pipelines import ask, embeds, same_tokens
@@ -13,6 +14,7 @@ from nextscale.cache.kv import KVCache
 from nextscale.engine.rng import PerImageNoise
 from nextscale.engine.schedule import INFINITY_GRIDS, PIXEL_BUDGETS, infinity_schedule
 from nextscale.errors import NextscaleError
+from nextscale.methods import NOVA, Truncate
 from nextscale.methods.base import Method
 from nextscale.methods.policy import Policy
 from nextscale.models.infinity import rotary_table
@@ -219,6 +221,36 @@ def test_the_callback_sees_decodes_and_stops(any_pipe) -> None:
     traced = stopped.trace.to_dict()["images"][1]
     assert traced["stopped_after"] == 4
     assert traced["row_tokens_computed"] < traced["row_tokens_full"]
+
+
+@pytest.mark.parametrize("method", [None, NOVA(t_est=2, alpha=0.0), Truncate(2)], ids=str)
+def test_images_leave_when_the_callback_says_so(any_pipe, method) -> None:
+    seen = []
+
+    def look(end):
+        seen.append(end.images)
+        return {1: {0}, 3: {2, 0}}.get(end.scale.index, set())
+
+    left, full = ask(any_pipe, 3, method=method, callback_on_scale_end=look), ask(any_pipe, 3, method=method)
+    assert seen[:5] == [(0, 1, 2), (0, 1, 2), (1, 2), (1, 2), (1,)]
+    for scale, (some, every) in enumerate(zip(left.tokens, full.tokens, strict=True)):
+        assert torch.equal(some[1], every[1])
+        assert (some[0] == -1).all() == (scale > 1)
+        assert (some[2] == -1).all() == (scale > 3)
+    assert [image["stopped_after"] for image in left.trace.to_dict()["images"]][::2] == [2, 4]
+    with pytest.raises(NextscaleError, match=r"the callback returned the image 3; allowed: 0 to 2"):
+        ask(any_pipe, 3, callback_on_scale_end=lambda e: {3})
+
+
+def test_the_callback_sees_what_was_computed(any_pipe) -> None:
+    shares = []
+    out = ask(
+        any_pipe, 2, method=NOVA(t_est=2, alpha=0.0), callback_on_scale_end=lambda e: shares.append(e.computed(1))
+    )
+    assert all(np.array_equal(share, out.trace.computed(1, n)) for n, share in enumerate(shares, start=1))
+    kept = [layer["kept"] for layer in out.trace.image(1)["scales"][-1]["layers"]]
+    assert shares[-1].sum() == pytest.approx(np.mean(kept))
+    assert 0 < shares[-1].mean() < 1
 
 
 def test_the_callback_can_replace_the_features(any_pipe) -> None:

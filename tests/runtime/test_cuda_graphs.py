@@ -245,6 +245,11 @@ def test_images_that_leave(infinity, how: str, like) -> None:
     assert again == 0, "calls like earlier ones find their graphs"
 
 
+@pytest.mark.parametrize("like", [None, behaviors.REDUCED], ids=["plain", "nova"])
+def test_images_that_a_callback_lets_go(infinity, like) -> None:
+    behaviors.images_that_a_callback_lets_go(infinity, emulated(infinity), like)
+
+
 @pytest.mark.parametrize(
     "like", [NOVA(t_est=2, alpha=0.0), FastVAR(scale_table="0.5:0.3 1:0.6")], ids=["nova", "fastvar"]
 )

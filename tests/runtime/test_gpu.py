@@ -211,6 +211,12 @@ def test_images_that_leave(name: str, how: str, like) -> None:
     behaviors.images_that_leave(*both(name, half=True), behaviors.LEAVING[how], like)
 
 
+@pytest.mark.parametrize("like", [None, behaviors.REDUCED], ids=["plain", "nova"])
+@pytest.mark.parametrize("name", ["infinity", "hart"])
+def test_images_that_a_callback_lets_go(name: str, like) -> None:
+    behaviors.images_that_a_callback_lets_go(*both(name, half=True), like)
+
+
 @pytest.mark.parametrize("name", ["var", "infinity", "hart"])
 @pytest.mark.parametrize("method", [None, *CAPTURED])
 def test_batches_are_padded(name: str, method) -> None:

@@ -20,6 +20,7 @@ import torch
 from support.pipelines import ask, embeds, same_tokens
 
 from nextscale import NOVA, SkipVAR
+from nextscale.engine.callback import ScaleEnd
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Method
 from nextscale.methods.policy import PlainPolicy
@@ -264,6 +265,20 @@ def images_that_leave(pipe, other, how: dict[str, Any], like: Method | None) -> 
     before = other.executor.captured
     ask(other, 2, method=method)
     return other.executor.captured - before
+
+
+def images_that_a_callback_lets_go(pipe, other, like: Method | None) -> None:
+    """Images leave a batch between two scales because nobody wants them any more; the others do not notice."""
+    for gone in ({0: {0}}, {2: {1}, 4: {2}}, {1: {0, 2}}, {}):
+
+        def let_go(end: ScaleEnd, gone: dict[int, set[int]] = gone) -> set[int]:
+            return gone.get(end.scale.index, set())
+
+        expected, found = (
+            ask(p, 3, method=like, output_type="latent", callback_on_scale_end=let_go) for p in (pipe, other)
+        )
+        assert alike(expected, found), gone
+        assert all_captured(other, found)
 
 
 def skipvar_decides_for_each_image(pipe, other, like: Method, folder: Path) -> None:

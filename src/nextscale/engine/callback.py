@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor
 
 from nextscale.engine.schedule import Scale
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class ScaleEnd:
     """What a callback sees after a scale.
 
-    It may return False to end the run, or a tensor like `features` to go on with instead.
+    It may return False to end the run, a set of images that shall leave it, or a tensor like `features` to go on with
+    instead.
     """
 
     scale: Scale
@@ -33,6 +35,7 @@ class ScaleEnd:
     raw_logits: Tensor  # of every row, before temperature and guidance
     hidden: Tensor  # output of the last block, [R, N, C]
     decode: Callable[[], Tensor]  # the image so far, [B, 3, H, W] in [-1, 1]
+    computed: Callable[[int], np.ndarray]  # of an image: the share of layers that computed each cell, [h, w]
 
     def copied(self) -> ScaleEnd:
         """Copy the tensors that the next scale may overwrite."""
@@ -40,7 +43,7 @@ class ScaleEnd:
         return dataclasses.replace(self, tokens=tokens, logits=logits, raw_logits=raw, hidden=self.hidden.clone())
 
 
-Callback = Callable[[ScaleEnd], "bool | Tensor | None"]
+Callback = Callable[[ScaleEnd], "bool | set[int] | Tensor | None"]
 
 
 def after_scale(
@@ -50,12 +53,16 @@ def after_scale(
     rows = batch.rows
     tokens = output.tokens if len(output.tokens) == rows.images else output.tokens[list(rows.image_ids)]
     decode = partial(call.tokenizer.decode, state.maps)
-    end = ScaleEnd(batch.scale, rows.image_ids, state.maps, tokens, output.logits, output.raw, output.hidden, decode)
+    computed = partial(state.trace.computed, scale=batch.scale.index + 1)
+    shown = state.maps, tokens, output.logits, output.raw, output.hidden
+    end = ScaleEnd(batch.scale, rows.image_ids, *shown, decode, computed)
     answer = callback(end)
     if is_flag(answer):
         if not answer:
             state.stop(batch.scale)
         return bool(answer)
-    if answer is not None:
+    if isinstance(answer, (set, frozenset)):
+        state.leave(answer)
+    elif answer is not None:
         state.replace_features(answer)
     return True

@@ -67,7 +67,7 @@ def run_request(
 def timed(callback: Callback, executor: Executor, clock: Clock, shown: list[int]) -> Callback:
     """Wrap the user's callback in clock marks: its time is not the transformer's."""
 
-    def after(end: ScaleEnd) -> bool | Tensor | None:
+    def after(end: ScaleEnd) -> bool | set[int] | Tensor | None:
         number = len(shown)
         clock.mark(f"callback {number}")
         shown.append(end.scale.index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,7 @@ class GenerationState:
         self.images = len(images)  # that were asked for: the others pad the batch, and never run
         self.schedule = schedule
         self.stopped_after: list[int | None] = [None] * len(images)
+        self.leaving: frozenset[int] = frozenset()  # images that the caller wants no more of
         # Per scale [B, N] or [B, N, d]; -1 where an image did not run.
         shapes = [(len(images), s.tokens, *backbone.token_shape) for s in schedule]
         self.tokens = tokens or [torch.full(shape, -1, dtype=torch.int32, device=features.device) for shape in shapes]
@@ -71,6 +73,8 @@ class GenerationState:
     def apply(self, plan: ScalePlan, scale: Scale) -> Rows:
         """Drop the rows that leave, and say which run this scale."""
         actions, rows = plan.actions, self.rows
+        if self.leaving:
+            actions = tuple("stop" if image in self.leaving else action for image, action in enumerate(actions))
         for image in rows.image_ids:
             if actions[image] == "stop":
                 self.stopped_after[image] = scale.index  # scales 1..index of this image were generated
@@ -124,13 +128,22 @@ class GenerationState:
     def replace_features(self, features: Any) -> None:
         """Go on with the caller's maps."""
         if not isinstance(features, Tensor):
-            allowed = "None, False to stop, or a tensor like `features`"
+            allowed = "None, False to stop, a set of images that leave, or a tensor like `features`"
             raise NextscaleError(f"the callback returned {short_repr(features)}; allowed: {allowed}")
         if features.shape != self.maps.shape:
             raise NextscaleError(
                 f"the callback returned features of shape {list(features.shape)}, not {list(self.maps.shape)}"
             )
         self.features = torch.cat((features.to(self.features), self.features[self.images :]))
+
+    def leave(self, images: Collection[Any]) -> None:
+        """Let images of the call leave it before the next scale."""
+        unknown = [image for image in images if not isinstance(image, int) or not 0 <= image < self.images]
+        if unknown:
+            raise NextscaleError(
+                f"the callback returned the image {short_repr(unknown[0])}; allowed: 0 to {self.images - 1}"
+            )
+        self.leaving |= set(images)
 
     def release(self) -> None:
         """Let go of what only the scales need: the decoder can have the memory."""

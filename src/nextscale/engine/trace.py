@@ -118,6 +118,17 @@ class Trace:
             return np.ones(where.grid, dtype=bool)
         return chosen.mask(where.tokens)[places[row]].view(where.grid).cpu().numpy()
 
+    def computed(self, image: int, scale: int) -> np.ndarray:
+        """The share of layers that computed each cell of a scale (1 = the first), [h, w]."""
+        layers = range(1, self.costs.depth + 1)
+        return np.mean([self.kept(image, scale, layer) for layer in layers], axis=0)
+
+    def text_tokens(self, image: int) -> int:
+        """How many tokens the prompt of an image has."""
+        image = read_count(image, "image", 0, len(self.images) - 1)
+        context = self.records[0].context if 0 in self.records else 0  # where the text runs in front of the image
+        return context + 1 if context else self._text_lengths(image)[0]
+
     def _scale(self, image: int, scale: Scale, cached: list[int], why: Decision) -> tuple[dict[str, Any], int]:
         """One scale of one image and its FLOPs; `cached` are the KV entries of each layer so far."""
         entry: dict[str, Any] = {
@@ -160,7 +171,9 @@ class Trace:
         entry.update(ran=True, context=record.context, rows=len(places), ratio=mean if why.ratio is None else why.ratio)
         return entry, flops
 
-    def _image(self, image: int) -> dict[str, Any]:
+    def image(self, image: int) -> dict[str, Any]:
+        """The entry of an image in `to_dict()`."""
+        image = read_count(image, "image", 0, len(self.images) - 1)
         assert self.policy is not None, "the call is over"
         why = self.policy.explain(image)
         who, depth = self.images[image], self.costs.depth
@@ -209,7 +222,7 @@ class Trace:
             {
                 "schema": SCHEMA,
                 **self.header,
-                "images": [self._image(i) for i in range(len(self.images))],
+                "images": [self.image(i) for i in range(len(self.images))],
                 "seconds": self.seconds,
             }
         )
@@ -236,7 +249,7 @@ class Trace:
 
     def share(self, image: int = 0) -> float:
         """The tokens computed for an image, of those that a plain run computes; guidance rows count."""
-        counts = self._image(read_count(image, "image", 0, len(self.images) - 1))
+        counts = self.image(image)
         return counts["row_tokens_computed"] / counts["row_tokens_full"]
 
     def summary(self) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from nextscale.engine.schedule import Schedule
-from nextscale.errors import NextscaleError
+from nextscale.errors import OutOfMemory
 from nextscale.runtime.base import Executor
 from nextscale.runtime.eager import Eager
 
@@ -42,10 +42,10 @@ def with_enough_memory(
     raise AssertionError("the eager runtime has the last try")
 
 
-def out_of_memory(error: Exception, images: int, schedule: Schedule) -> NextscaleError:
+def out_of_memory(error: Exception, images: int, schedule: Schedule) -> OutOfMemory:
     asked = re.search(r"Tried to allocate [\d.]+ \w+", str(error))
     pictures = "a picture" if images == 1 else f"{images} pictures"
-    return NextscaleError(
+    return OutOfMemory(
         f"the device ran out of memory for {pictures} of {schedule.tokens} tokens"
         f"{' (' + asked.group().lower() + ')' if asked else ''}; "
         "allowed: fewer pictures at once, a smaller size, dtype bfloat16, a method that drops tokens"
