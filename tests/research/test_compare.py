@@ -20,7 +20,7 @@ from nextscale.cli import main
 from nextscale.errors import NextscaleError
 from nextscale.methods import DropGuidance, SkipVAR
 from nextscale.methods.naming import parse_methods
-from nextscale.research.analyze.comparison import computed, draw_comparison
+from nextscale.research.analyze.comparison import draw_comparison
 from nextscale.research.analyze.computed import computed_overall
 from nextscale.research.analyze.runs import compare_methods, require_start
 from nextscale.research.analyze.sheet import amplification, difference, draw_sheet
@@ -68,11 +68,11 @@ def test_a_picture_of_two_runs(tmp_path: Path) -> None:
     assert (width, height) == (1210, 836)
     assert f"{100 * fast.trace.share():.1f} % of the tokens" in text
     last = len(fast.trace.schedule)
-    share = computed(fast.trace, 0, last)
+    share = fast.trace.computed(0, last)
     kept = [layer["kept"] for layer in fast.trace.to_dict()["images"][0]["scales"][-1]["layers"]]
     assert share.sum() == pytest.approx(np.mean(kept))
     stopped = ask(pipe, 1, method=Truncate(1), output_type="pil")
-    assert computed(stopped.trace, 0, last).max() == 0
+    assert stopped.trace.computed(0, last).max() == 0
 
 
 def test_the_same_numbers_for_all(pipe: Pipeline) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +25,9 @@ from nextscale.cli.options import (
     method_of,
 )
 from nextscale.errors import NextscaleError
+
+if TYPE_CHECKING:
+    from nextscale.engine.callback import Callback, ScaleEnd
 
 MAX_IMAGES = 1000  # they are made in one batch
 
@@ -67,17 +72,36 @@ def generate(
         Path | None, typer.Option(help="Write the picture as it is after every scale into this folder.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write what was computed where, as JSON.")] = None,
+    animate: Annotated[
+        Path | None,
+        typer.Option(help="Write the scales and where they were computed as an animation, .webp or .gif."),
+    ] = None,
+    beside_plain: Annotated[
+        bool, typer.Option("--beside-plain", help="The animation shows the plain run beside the method, in step.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no summary.")] = False,
 ) -> None:
     """Make pictures of a prompt."""
+    from nextscale.io.animation import Film, animation_path, save_animation
     from nextscale.io.images import Previews, image_paths, save_all
     from nextscale.io.writing import require_writable
 
+    if beside_plain and animate is None:
+        raise NextscaleError("--beside-plain is for an animation; give --animate FILE.webp too")
+    if animate is not None:
+        if images != 1:
+            raise NextscaleError(f"--animate shows one picture; --images must be 1 with it, not {images}")
+        for name, path in (("--out", out), ("--trace", trace)):
+            if path is not None and path.absolute() == animate.absolute():
+                raise NextscaleError(f"--animate and {name} name the same file, {animate}")
+        animate = animation_path(animate)
     paths = image_paths(out, images)
     if trace is not None:
         require_writable(trace)
     previews = None if preview is None else Previews(preview)
     reduction = method_of(method, preset, set_)
+    if beside_plain and reduction is None:
+        raise NextscaleError("--beside-plain needs --method: the plain run would stand beside itself")
     pipe = load_pipeline(
         model,
         weights,
@@ -91,7 +115,9 @@ def generate(
         offload=offload,
         progress_bar=False if quiet else None,
     )
-    result = pipe(
+    film = None if animate is None else Film()
+    draw = partial(
+        pipe,
         read_prompt(prompt) if pipe.backbone.prompts == "label" else prompt,
         seed=seed,
         num_images_per_prompt=images,
@@ -101,19 +127,24 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         greedy=greedy,
-        method=reduction,
         height=height,
         width=width,
         aspect_ratio=aspect_ratio,
         pixel_budget=pixel_budget,
-        callback_on_scale_end=previews,
     )
+    result = draw(method=reduction, callback_on_scale_end=together(previews, film))
     save_all(result.images, paths)
     if trace is not None:
         result.trace.save(trace)
+    if animate is not None and film is not None:
+        panels = [film.panel(in_one_word(method, preset, set_), result)]
+        if beside_plain:
+            film = Film()
+            panels.insert(0, film.panel("plain", draw(callback_on_scale_end=film)))
+        save_animation(panels, animate)
     if not quiet:
         typer.echo(result.trace.summary())
-        for path in (*paths, *(previews.written if previews else ())):
+        for path in (*paths, *(previews.written if previews else ()), *([animate] if animate else ())):
             typer.echo(f"wrote {path}")
 
 
@@ -122,3 +153,24 @@ def read_prompt(text: str) -> int:
         return int(text)
     except ValueError:
         raise NextscaleError(f"this model takes a class number, not the text {text!r}") from None
+
+
+def together(*callbacks: Callback | None) -> Callback | None:
+    """Make one callback of those that are there and only look."""
+    present = [callback for callback in callbacks if callback is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+
+    def call(end: ScaleEnd) -> None:
+        for callback in present:
+            callback(end)
+
+    return call
+
+
+def in_one_word(method: str | None, preset: str | None, settings: Sequence[str]) -> str:
+    """Name what was asked for, as `nova:balanced;tau=1.5`."""
+    if method is None or method.strip() == "none":
+        return "plain"
+    more = ";".join([*([preset] if preset else []), *settings])
+    return f"{method}{';' if ':' in method else ':'}{more}" if more else method

@@ -7,7 +7,6 @@ from pathlib import Path
 from nextscale.engine.output import Output
 from nextscale.io.images import from_pil
 from nextscale.research.analyze import style
-from nextscale.research.analyze.computed import computed
 from nextscale.research.evaluate.psnr import psnr
 
 
@@ -33,7 +32,7 @@ def draw_comparison(plain: Output, fast: Output, prompt: str, path: Path) -> str
         axes.axis("off")
     for scale in fast.trace.schedule:
         axes = figure.add_subplot(maps[scale.index])
-        kept = computed(fast.trace, 0, scale.index + 1)
+        kept = fast.trace.computed(0, scale.index + 1)
         axes.imshow(kept, cmap="magma", vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(f"{scale}\n{100 * kept.mean():.0f} %", fontsize=8)
         axes.set_xticks([])

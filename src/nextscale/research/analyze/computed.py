@@ -7,17 +7,11 @@ import numpy as np
 from nextscale.engine.trace import Trace
 
 
-def computed(trace: Trace, image: int, scale: int) -> np.ndarray:
-    """The share of layers that computed each cell of a scale (1 = the first), [h, w]."""
-    layers = range(1, trace.costs.depth + 1)
-    return np.mean([trace.kept(image, scale, layer) for layer in layers], axis=0)
-
-
 def computed_overall(trace: Trace, image: int = 0) -> np.ndarray:
     """The share over all scales, weighted by their tokens, on the grid of the last one."""
     h, w = trace.schedule.last
     total = np.zeros((h, w))
     for scale in trace.schedule:
         y, x = np.arange(h) * scale.h // h, np.arange(w) * scale.w // w
-        total += scale.tokens * computed(trace, image, scale.index + 1)[y[:, None], x]
+        total += scale.tokens * trace.computed(image, scale.index + 1)[y[:, None], x]
     return total / trace.schedule.tokens

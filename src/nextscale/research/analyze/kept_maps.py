@@ -9,7 +9,6 @@ import numpy as np
 
 from nextscale.engine.output import Output
 from nextscale.research.analyze import style
-from nextscale.research.analyze.computed import computed
 from nextscale.research.analyze.data import Data, to_half
 from nextscale.research.analyze.watch import thumbnail
 
@@ -30,7 +29,7 @@ def measure(outputs: Mapping[str, Output], prompt: str | int) -> Data:
         "pictures": [thumbnail(output.images[0]) for output in outputs.values()],
     }
     for i, output in enumerate(outputs.values()):
-        data[f"maps_{i}"] = [to_half(computed(output.trace, 0, s.index + 1)) for s in output.trace.schedule]
+        data[f"maps_{i}"] = [to_half(output.trace.computed(0, s.index + 1)) for s in output.trace.schedule]
     return data
 
 
