@@ -17,6 +17,7 @@ from nextscale.cli.export import export
 from nextscale.cli.generate import generate
 from nextscale.cli.info import env, methods, models
 from nextscale.cli.score import score
+from nextscale.cli.serve import serve
 from nextscale.cli.tune import tune
 from nextscale.cli.verify import verify
 from nextscale.cli.words import words
@@ -30,7 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(calibrate, name="calibrate")
 app.add_typer(evaluate, name="eval")
-for command in (generate, compare, analyze, words, models, methods, env, verify, convert, export, score, tune):
+for command in (generate, compare, serve, analyze, words, models, methods, env, verify, convert, export, score, tune):
     app.command()(command)
 
 
