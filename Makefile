@@ -3,20 +3,24 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format test-gpu test-kernels test-compile test-hostile test-score docs bench-load clean
+.PHONY: demo serve test lint format test-gpu test-kernels test-compile test-hostile test-browser test-docker test-score docs bench-load clean
 
 # The stamp is newer than what it was made from, or the environment is made again.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,calibrate,plot,eval,tune]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,calibrate,plot,eval,tune,serve]'
 	touch $@
 
 demo: $(VENV)/.ready
 	$(BIN)/nextscale compare "two foxes above a blue heart" --seed 7 --method nova --preset balanced --out demo.png
 
+# The server of the embedded model: http://127.0.0.1:8000
+serve: $(VENV)/.ready
+	$(BIN)/nextscale serve
+
 # Two processes with a thread each take two thirds of the time of one with two.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal --ignore tests/browser
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -45,6 +49,16 @@ test-compile: $(VENV)/.ready
 # Many bad arguments, configs, weights and prompts: no traceback, no hang, nothing executed, nothing half-written.
 test-hostile: $(VENV)/.ready
 	$(BIN)/python tests/hostile
+
+# The page of the server in Debian's chromium (apt-get install chromium, or NEXTSCALE_CHROMIUM=PATH); skipped, with the
+# reason, where there is none. NEXTSCALE_SCREENSHOTS=FOLDER keeps pictures of it.
+test-browser: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
+	$(BIN)/python -m pytest -rs tests/browser
+
+# The Dockerfile's steps one by one, in a new environment, without Docker; where there is Docker, both images.
+test-docker: $(VENV)/.ready
+	$(BIN)/python tests/serve/dockerfile.py
 
 # The scorers of other packages (extras `score` and `reward`), in an environment of their own (6 GB). They bring
 # torchvision, which a CPU build of torch does not fit: "===" takes the one that an index lists without a suffix.
