@@ -155,7 +155,7 @@ def deep_outputs(box: Sandbox) -> list[str]:
 @kind("arguments")
 def traces_and_previews(box: Sandbox) -> list[str]:
     box.write("file", "x")
-    option = box.choose("--trace", "--preview")
+    option = box.choose("--trace", "--preview", "--animate")
     return box.generate(f"{option}={box.choose('file/x', 'x' * 300, '/proc/x/y', box.text(4))}")
 
 
