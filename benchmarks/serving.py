@@ -5,6 +5,7 @@
     python benchmarks/serving.py load --rates 10 --seconds 300 --sizes 512x512 --methods default --previews 0
     python benchmarks/serving.py engine [--batch 1]                # no HTTP: the engine against the pipeline
     python benchmarks/serving.py engine --device cuda --runtime graphs --shapes infinity-2b --method nova:recorded
+    python benchmarks/serving.py mixed --device cuda --runtime graphs [--shapes infinity-2b --method nova:recorded]
 
 Each command starts a server of its own (`--url` uses another, and must then name its process with --pid for memory).
 Every request has another prompt and another seed. `load` first measures the capacity for its own mix of sizes and
@@ -14,6 +15,9 @@ accepted requests are repeated on the idle server: the image must be the same, b
 image, for an image in a batch may differ by rounding (docs/equality.md).
 
 The generator runs on the same machine; its share of the CPU is printed.
+
+`mixed` submits jobs to an engine without HTTP, after its warm-up: sizes, methods, guidance, numbers of images, texts
+and previews in random order, some canceled. Nothing may be captured then, and every image must come.
 """
 
 from __future__ import annotations
@@ -344,10 +348,10 @@ class AnyFeatures:
         import torch
 
         config = pipe.backbone.config
-        self.features = torch.randn(min(40, config.text_length), config.text_dim, device=pipe.device)
+        self.features = torch.randn(min(128, config.text_length), config.text_dim, device=pipe.device)
 
     def encode(self, prompts: list[str]) -> list[Any]:
-        return [self.features] * len(prompts)
+        return [self.features[: 16 * len(prompt.split())] for prompt in prompts]
 
     def to(self, device: Any) -> None: ...
 
@@ -422,21 +426,71 @@ def engine(options: argparse.Namespace) -> None:
     print(f"{1000 * statistics.median(firsts):.1f} ms, and captured {pipe.captured - captured} scales after warm-up")
 
 
+def mixed(options: argparse.Namespace) -> None:
+    """Jobs of all kinds in random order: count what is captured after the warm-up."""
+    from nextscale.serve.engine import Engine, Limits
+    from nextscale.serve.jobs import ALL, Event, Finished, ImageJob, Preview
+    from nextscale.serve.served_model import ServedModel
+
+    pipe, asked = engine_pipeline(options)
+    model = ServedModel(pipe, method=asked if isinstance(asked, str) else "none")
+    if options.warm:
+        model.warm_sizes = [(int(w), int(h)) for w, h in (size.split("x") for size in options.warm.split(","))]
+    limits = Limits(max_batch=options.max_batch or 4, max_queue=10**6)
+    if not isinstance(asked, str):  # decisions of a benchmark, which no quality names
+        batches = [n for n in (1, 2, 4, 8) if n <= limits.max_batch]
+        pipe.warm_up([size[::-1] for size in model.warm_sizes], [asked], batches, callbacks=True)
+    begun, served, chance = time.monotonic(), Engine([model], limits), random.Random(0)
+    served.start(wait=True)
+    print(f"the engine's warm-up took {time.monotonic() - begun:.1f} s")
+    tickets, events, captured = [], list[Event](), pipe.captured
+    begun = time.monotonic()
+    for number in range(options.images):
+        width, height = chance.choice(model.warm_sizes)
+        methods = [model.method_of(quality, (width, height)) for quality in ("low", "auto", "max")]
+        job = ImageJob(
+            model.name,
+            PROMPTS[number * 7 % len(PROMPTS)],
+            tuple(range(1000 * number, 1000 * number + chance.randint(1, 3))),
+            chance.choice(methods if isinstance(asked, str) else [asked, "none"]),
+            height,
+            width,
+            negative_prompt=chance.choice([None, "a red fox"]),
+            guidance_scale=chance.choice([None, 2.0, 3.0, 4.5]),
+            previews=chance.choice([0, 2, ALL]),
+        )
+        tickets.append(served.submit(job, events.append))
+        if chance.random() < 0.05:
+            chance.choice(tickets).cancel()
+    served.drain(600)
+    seconds = time.monotonic() - begun
+    finished, previews = (sum(isinstance(event, kind) for event in events) for kind in (Finished, Preview))
+    canceled = sum(ticket.canceled for ticket in tickets)
+    missing = sum(ticket.unfinished for ticket in tickets if not ticket.canceled)
+    print(f"{model.name}: {len(tickets)} jobs of sizes {model.warm_sizes}, {canceled} canceled; {finished} images and")
+    print(
+        f"{previews} previews in {seconds:.1f} s, {1000 * seconds / finished:.1f} ms an image; {missing} images missing"
+    )
+    print(f"captured after the warm-up: {pipe.captured - captured} scales")
+    if missing or pipe.captured != captured:
+        raise SystemExit(1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("throughput", "load", "engine"))
+    parser.add_argument("what", choices=("throughput", "load", "engine", "mixed"))
     parser.add_argument("--url", help="of a running server")
     parser.add_argument("--model", action="append")
     parser.add_argument("--method", default="auto", help="the server's default")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shapes", help="of `engine`: a model of benchmarks/gpu.py with random weights")
+    parser.add_argument("--shapes", help="of `engine` and `mixed`: a model of benchmarks/gpu.py with random weights")
     parser.add_argument("--quantize", default="none", help="of `engine` with --shapes: fp8")
     parser.add_argument("--runtime", default="eager")
     parser.add_argument("--warm")
     parser.add_argument("--max-batch", type=int)
     parser.add_argument("--max-queue", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1, help="of `engine`")
-    parser.add_argument("--images", type=int, default=12, help="to measure throughput or capacity")
+    parser.add_argument("--images", type=int, default=12, help="to measure throughput or capacity; jobs of `mixed`")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--rates", default="0.5,1,2,10")
     parser.add_argument("--sizes", default="512x512,256x256,384x384")
@@ -445,8 +499,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="images that are asked for again, alone")
     parser.add_argument("--plot")
     options = parser.parse_args()
-    if options.what == "engine":
-        engine(options)
+    if options.what in ("engine", "mixed"):
+        {"engine": engine, "mixed": mixed}[options.what](options)
     else:
         asyncio.run({"load": load, "throughput": throughput}[options.what](options))
 
