@@ -228,7 +228,7 @@ def test_attention_that_absorbs_its_linear_layers(device: str, slots: int) -> No
             assert off(absorbed, right) < (5e-3 if device == "cuda" else 1e-6)
             if device == "cuda":
                 assert absorbed_cross_attention.supports(x, k, cross.q, cross.proj)
-                assert torch.equal(cross.read(x, k, v, mask, lengths), absorbed)
+                assert torch.equal(cross.attend(x, k, v, mask, lengths), absorbed)
                 assert off(absorbed, right) < 1.2 * off(cross.proj(cross(x, k, v, mask, lengths)), right)
     assert not absorbed_cross_attention.supports(x[:, :100], k, cross.q, cross.proj), "too few queries"
 

@@ -105,12 +105,9 @@ class Trace:
 
     def kept(self, image: int, scale: int, layer: int, group: str | None = None, row: int = 0) -> np.ndarray:
         """Which cells were computed, [h, w] of bool. Scale and layer count from 1; row 1 is the unconditional one."""
-        image = read_count(image, "image", 0, len(self.images) - 1)
-        where = list(self.schedule)[read_count(scale, "scale", 1, len(self.schedule)) - 1]
         layer, row = read_count(layer, "layer", 1, self.costs.depth), read_count(row, "row", 0, 1)
         part = "self" if group is None else read_choice(group, "group", self.costs.parts)
-        record = self.records.get(where.index)
-        places = [] if record is None else [r for r, owner in enumerate(record.rows.all) if owner == image]
+        where, record, places = self._find(image, scale)
         if record is None or row >= len(places):
             return np.zeros(where.grid, dtype=bool)
         chosen = record.chosen[layer - 1][part]
@@ -120,8 +117,20 @@ class Trace:
 
     def computed(self, image: int, scale: int) -> np.ndarray:
         """The share of layers that computed each cell of a scale (1 = the first), [h, w]."""
-        layers = range(1, self.costs.depth + 1)
-        return np.mean([self.kept(image, scale, layer) for layer in layers], axis=0)
+        where, record, places = self._find(image, scale)
+        if record is None or not places:
+            return np.zeros(where.grid)
+        masks = [c.mask(where.tokens)[places[0]] for c in (parts["self"] for parts in record.chosen) if c is not None]
+        complete = self.costs.depth - len(masks)  # layers
+        counts = torch.stack(masks).sum(0).view(where.grid).cpu().numpy() if masks else np.zeros(where.grid)
+        return (counts + complete) / self.costs.depth
+
+    def _find(self, image: int, scale: int) -> tuple[Scale, _Ran | None, list[int]]:
+        """A scale, what is known of its run, and the rows of an image in it."""
+        image = read_count(image, "image", 0, len(self.images) - 1)
+        where = list(self.schedule)[read_count(scale, "scale", 1, len(self.schedule)) - 1]
+        record = self.records.get(where.index)
+        return where, record, [] if record is None else [r for r, owner in enumerate(record.rows.all) if owner == image]
 
     def text_tokens(self, image: int) -> int:
         """How many tokens the prompt of an image has."""

@@ -9,7 +9,6 @@ import numpy as np
 
 from nextscale.engine.callback import ScaleEnd
 from nextscale.engine.trace import Trace
-from nextscale.io.devices import Clock
 from nextscale.serve.jobs import ALL, Finished, Preview, ScaleMap
 from nextscale.serve.observer import Observer
 from nextscale.serve.previews import decode_preview, pixels_of, preview_scales
@@ -28,7 +27,7 @@ class BatchRun:
     ) -> None:
         self.slots, self.others, self.many, self.stops, self.observer = slots, others, many, stops, observer
         self.model, self.job = slots[0].ticket.model, slots[0].ticket.job
-        self.clock = Clock(self.model.pipe.device)
+        self.clock = self.model.clock
         seconds = self.model.expected_seconds(self.job)
         self.scales = len(seconds)
         self.shown_after = [preview_scales(slot.ticket.job.previews, seconds) for slot in slots]

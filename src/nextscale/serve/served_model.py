@@ -14,7 +14,7 @@ import torch
 
 from nextscale.engine.schedule import INFINITY_GRIDS, PIXEL_BUDGETS, infinity_schedule
 from nextscale.errors import NextscaleError, choices
-from nextscale.io.devices import total_memory
+from nextscale.io.devices import Clock, total_memory
 from nextscale.methods.base import Method
 from nextscale.methods.naming import PLAIN, read_method
 from nextscale.methods.package_data import stored
@@ -48,6 +48,7 @@ class ServedModel:
         self.trained_sizes, self.sizes = self._sizes()
         self.warm_sizes: list[Size] = [self.default_size]
         self.takes_labels = pipe.backbone.prompts == "label"
+        self.clock = Clock(pipe.device)  # of the batch that runs
         self.scale_seconds: dict[Any, list[float]] = {}  # as far as seen: of a size and method
         self.other_bytes = 0  # of models on the same device
         self._images_that_fit: dict[Size, int] = {}

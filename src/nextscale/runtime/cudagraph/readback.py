@@ -111,6 +111,23 @@ class SelectionRecord:
         return LazySelections(self if self.masks is None else replace(self, masks=self.masks.clone()), rows)
 
 
+class RecordedSelection(Selection):
+    """A selection as a mask [R, N]: most of those who look want no more of it."""
+
+    def __init__(self, cells: Tensor, count: Tensor) -> None:
+        object.__setattr__(self, "cells", cells)
+        object.__setattr__(self, "count", count)
+
+    cells: Tensor
+
+    @functools.cached_property
+    def index(self) -> Tensor:
+        return Packed.of_mask(self.cells).index
+
+    def mask(self, tokens: int) -> Tensor:
+        return self.cells
+
+
 class LazySelections(Choices):
     """The selections of every layer and sublayer; None = all tokens. Hundreds of tensors, made when somebody looks."""
 
@@ -122,7 +139,7 @@ class LazySelections(Choices):
         masks = self.record.masks
         if masks is not None and self.rows is not None:
             masks = masks[:, self.rows.to(masks.device)]
-        made = [] if masks is None else [Packed.of_mask(mask) for mask in masks]
+        made = [] if masks is None else list(map(RecordedSelection, masks, masks.sum(-1)))
         return [{name: None if n is None else made[n] for name, n in layer.items()} for layer in self.record.layers]
 
     def __len__(self) -> int:
