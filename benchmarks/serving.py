@@ -7,7 +7,7 @@
     python benchmarks/serving.py engine --device cuda --runtime graphs --shapes infinity-2b --method nova:recorded
     python benchmarks/serving.py mixed --device cuda --runtime graphs [--shapes infinity-2b --method nova:recorded]
 
-Each command starts a server of its own (`--url` uses another, and must then name its process with --pid for memory).
+Each command starts a server of its own (`--url` uses another).
 Every request has another prompt and another seed. `load` first measures the capacity for its own mix of sizes and
 methods, with as many clients as images are computed at once; then requests arrive at random (Poisson) at multiples of
 it, whether or not earlier ones were answered. A third of them streams previews of every scale. At the end some of the
@@ -15,6 +15,9 @@ accepted requests are repeated on the idle server: the image must be the same, b
 image, for an image in a batch may differ by rounding (docs/equality.md).
 
 The generator runs on the same machine; its share of the CPU is printed.
+
+`engine` measures the throughput of an engine that has something to do: groups of batches by the pipeline in a loop, and
+by the engine, in turns. Beside it, on the idle engine: the time from a request to its image, and to its first preview.
 
 `mixed` submits jobs to an engine without HTTP, after its warm-up: sizes, methods, guidance, numbers of images, texts
 and previews in random order, some canceled. Nothing may be captured then, and every image must come.
@@ -26,7 +29,6 @@ import argparse
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import io
 import itertools
 import json
@@ -376,8 +378,8 @@ def engine_pipeline(options: argparse.Namespace, text_tokens: int) -> tuple[Any,
     return pipe, method
 
 
-def first_preview(served: Any, job: Any) -> float:
-    """Seconds from a request to its first preview as a JPEG file, on an idle engine."""
+def first_preview(served: Any, job: Any, scale: int = 1) -> float:
+    """Seconds from a request to its first preview, of a scale or a later one, as a JPEG file; on an idle engine."""
     from PIL import Image
 
     from nextscale.serve.jobs import Preview
@@ -385,46 +387,68 @@ def first_preview(served: Any, job: Any) -> float:
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     begun = time.perf_counter()
     ticket = served.submit(job, events.put)
-    while not isinstance(event := events.get(), Preview):
-        assert not ticket.ended, "no preview came"
+    while not isinstance(event := events.get(), Preview) or event.scale < scale:
+        assert isinstance(event, Preview), "no preview came"
     Image.fromarray(event.pixels()).save(io.BytesIO(), "JPEG", quality=90)
     seconds = time.perf_counter() - begun
-    while not ticket.ended:
-        time.sleep(0.001)
+    wait_for([ticket])
     return seconds
 
 
+def wait_for(tickets: list[Any]) -> None:
+    while not all(ticket.ended for ticket in tickets):
+        time.sleep(0.0005)
+
+
 def engine(options: argparse.Namespace) -> None:
-    """In turns, in one process: a batch of the pipeline, and the same batch of the engine; no HTTP, no files."""
+    """In turns, in one process: batches of the pipeline, and the same batches of the engine; no HTTP, no files."""
     from nextscale.serve.engine import Engine, Limits
-    from nextscale.serve.jobs import ImageJob
+    from nextscale.serve.jobs import ALL, ImageJob
     from nextscale.serve.served_model import ServedModel
 
     (pipe, asked), batch = engine_pipeline(options, 64), options.batch
     model = ServedModel(pipe, method=asked if isinstance(asked, str) else "none")
     method = model.method if isinstance(asked, str) else asked
-    pipe.warm_up(methods=[method], batches=[batch], text_tokens=64, callbacks=True)
-    served = Engine([model], Limits(max_batch=batch, batch_wait=0.05))
+    pipe.warm_up(methods=[method], batches=[1, batch], text_tokens=64, callbacks=True)
+    model.warm_up_previews([1])
+    served, numbers = Engine([model], Limits(max_batch=batch)), itertools.count()
     served.start(warm_up=False, wait=True)
-    served.generate(ImageJob(model.name, PROMPTS[0], tuple(range(batch)), method))
-    pipe([PROMPTS[0]] * batch, method=method)
-    captured, alone, ratios, firsts = pipe.captured, list[float](), list[float](), list[float]()
-    for turn in range(options.images):
-        prompt, seeds = PROMPTS[turn * 7 % len(PROMPTS)], tuple(range(turn * batch, (turn + 1) * batch))
-        job = ImageJob(model.name, prompt, seeds, method)
+
+    def new_job(images: int, previews: int | str = 0) -> ImageJob:
+        number = next(numbers)
+        seeds = tuple(range(number * batch, number * batch + images))
+        return ImageJob(model.name, PROMPTS[number * 7 % len(PROMPTS)], seeds, method, previews=previews)
+
+    served.generate(new_job(batch))
+    captured, seconds, shares = pipe.captured, list[float](), list[float]()
+    for _ in range(max(options.images // options.group, 1)):
+        jobs = [new_job(batch) for _ in range(options.group)]
         begun = time.perf_counter()
-        pipe([prompt] * batch, seed=list(seeds), method=method)
+        for job in jobs:
+            pipe([job.prompt] * batch, seed=list(job.seeds), method=method)
+        seconds.append((time.perf_counter() - begun) / len(jobs))
+        begun = time.perf_counter()
+        wait_for([served.submit(job, lambda event: None) for job in jobs])
+        shares.append(seconds[-1] * len(jobs) / (time.perf_counter() - begun))
+    alone, firsts, every = list[float](), list[float](), list[float]()
+    for _ in range(options.images):
+        begun = time.perf_counter()
+        served.generate(new_job(1))
         alone.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
-        served.generate(job)
-        ratios.append(alone[-1] / (time.perf_counter() - begun))
-        firsts.append(first_preview(served, dataclasses.replace(job, previews=3)))
+        firsts.append(first_preview(served, new_job(1, 3)))
+        every.append(first_preview(served, new_job(1, ALL), scale=4))
     served.drain(10)
-    print(
-        f"{model.name}, {options.method}, batch {batch}: the pipeline takes {1000 * statistics.median(alone):.1f} ms,"
-    )
-    print(f"the engine reaches {statistics.median(ratios):.3f} of its throughput, shows the first preview after")
-    print(f"{1000 * statistics.median(firsts):.1f} ms, and captured {pipe.captured - captured} scales after warm-up")
+    print(f"{model.name}, {options.method}, {options.runtime}")
+    print(f"  a batch of {batch} takes the pipeline, in a loop            {milliseconds(seconds)}")
+    print(f"  throughput of the engine, as a share of that     {statistics.median(shares):.3f}")
+    print(f"  idle engine, from a request to its image         {milliseconds(alone)}")
+    print(f"  to the first of 3 previews, a JPEG file          {milliseconds(firsts)}")
+    print(f"  to the preview of scale 4, of all scales' ones   {milliseconds(every)}")
+    print(f"  captured after the warm-up                       {pipe.captured - captured} scales")
+
+
+def milliseconds(seconds: list[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.1f} ms ({1000 * min(seconds):.1f} to {1000 * max(seconds):.1f})"
 
 
 def mixed(options: argparse.Namespace) -> None:
@@ -491,6 +515,7 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int)
     parser.add_argument("--max-queue", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1, help="of `engine`")
+    parser.add_argument("--group", type=int, default=6, help="of `engine`: batches that wait at once")
     parser.add_argument("--images", type=int, default=12, help="to measure throughput or capacity; jobs of `mixed`")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--rates", default="0.5,1,2,10")

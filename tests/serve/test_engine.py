@@ -186,7 +186,7 @@ def test_previews_come_in_order_before_the_image(start) -> None:
 def test_previews_are_small_where_others_wait_and_skipped_where_many_do(pipe, start, monkeypatch) -> None:
     watching = Watching()
     engine, gate = start(Limits(max_batch=1, max_queue=8), watching), Gate(pipe, monkeypatch)
-    engine.default_model.scale_seconds[(16, 16), "none"] = [*[0.1] * 5, 100, 100, 0.1]  # so it is scale 6 that is shown
+    engine.default_model.scale_seconds[(16, 16), "none"] = [*[0.1] * 5, 99, 100, 0.1]  # so it is scale 6 that is shown
     client = Client(engine)
     for _ in range(8):
         client.send(previews=1)

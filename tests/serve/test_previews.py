@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from nextscale.io.images import to_pil
+from nextscale.io.images import as_output, to_pil
 from nextscale.pipeline import Pipeline
 from nextscale.serve.previews import decode_preview, pixels_of, preview_scales
 
@@ -30,12 +30,12 @@ def test_previews_are_spread_over_the_time(wanted, seconds, scales) -> None:
 
 def test_pixels_are_those_of_finished_images() -> None:
     images = torch.randn(2, 3, 8, 8)
-    for pixels, image in zip(pixels_of(images), to_pil(images), strict=True):
+    for pixels, image in zip(pixels_of(as_output(images, "pt")), to_pil(images), strict=True):
         assert np.array_equal(pixels(), np.asarray(image))
 
 
 def test_a_small_preview_has_half_the_side(any_pipe: Pipeline) -> None:
     maps = any_pipe.tokenizer.empty_features(2, any_pipe.schedule())
-    large, small = (decode_preview(any_pipe.tokenizer, maps, half) for half in (False, True))
+    large, small = (decode_preview(any_pipe.tokenizer.decode, maps, half) for half in (False, True))
     assert [n // 2 for n in large.shape[2:]] == list(small.shape[2:])
-    assert torch.equal(large, any_pipe.decode(maps))
+    assert torch.equal(large, as_output(any_pipe.decode(maps), "pt"))

@@ -16,7 +16,7 @@ from nextscale.engine.state import GenerationState
 from nextscale.io.arguments import is_flag
 
 if TYPE_CHECKING:
-    from nextscale.runtime.base import CallContext, ScaleBatch, ScaleOutput
+    from nextscale.runtime.base import CallContext, Executor, ScaleBatch, ScaleOutput
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ScaleEnd:
     logits: Tensor  # guided, before top-k and top-p
     raw_logits: Tensor  # of every row, before temperature and guidance
     hidden: Tensor  # output of the last block, [R, N, C]
-    decode: Callable[[], Tensor]  # the image so far, [B, 3, H, W] in [-1, 1]
+    decode: Callable[..., Tensor]  # the image so far, [B, 3, H, W] in [-1, 1]; or of maps like `features`
     computed: Callable[[int], np.ndarray]  # of an image: the share of layers that computed each cell, [h, w]
 
     def copied(self) -> ScaleEnd:
@@ -47,14 +47,23 @@ Callback = Callable[[ScaleEnd], "bool | set[int] | Tensor | None"]
 
 
 def after_scale(
-    callback: Callback, call: CallContext, state: GenerationState, batch: ScaleBatch, output: ScaleOutput
+    callback: Callback,
+    call: CallContext,
+    executor: Executor,
+    state: GenerationState,
+    batch: ScaleBatch,
+    output: ScaleOutput,
 ) -> bool:
     """Show a scale to the callback and do as it answers; False ends the run."""
     rows = batch.rows
     tokens = output.tokens if len(output.tokens) == rows.images else output.tokens[list(rows.image_ids)]
-    decode = partial(call.tokenizer.decode, state.maps)
+    maps = state.maps
     computed = partial(state.trace.computed, scale=batch.scale.index + 1)
-    shown = state.maps, tokens, output.logits, output.raw, output.hidden
+    shown = maps, tokens, output.logits, output.raw, output.hidden
+
+    def decode(features: Tensor | None = None) -> Tensor:
+        return executor.preview(call.tokenizer, maps if features is None else features)
+
     end = ScaleEnd(batch.scale, rows.image_ids, *shown, decode, computed)
     answer = callback(end)
     if is_flag(answer):

@@ -32,7 +32,8 @@ def generate(request: Request, model: Model, policy: Policy, executor: Executor)
             policy.on_report(output.ctx, output.report)
             policy.on_features(state.features, output.ctx)
         request.advance(1)
-        if rows.all and request.callback and not after_scale(request.callback, call, state, batch, output):
+        callback = request.callback if rows.all else None
+        if callback and not after_scale(callback, call, executor, state, batch, output):
             break
     policy.release()
     state.trace.finished(policy, state.stopped_after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,19 +43,15 @@ class _Ran:
     context: int
 
     @functools.cached_property
-    def counts(self) -> list[dict[str, list[int] | None]]:
-        """As `chosen`, the tokens of every row: read from the device at once, for a read costs more than a number."""
-        distinct = {id(c): c.count for parts in self.chosen for c in parts.values() if c is not None}
-        read = dict(zip(distinct, torch.stack(list(distinct.values())).tolist() if distinct else (), strict=True))
-        return [{p: None if c is None else read[id(c)] for p, c in parts.items()} for parts in self.chosen]
-
-    @functools.cached_property
     def text_keys(self) -> list[int]:
         """That cross-attention sees, of every row."""
         if self.text_lengths is None:
             return [0] * len(self.rows.all)
         lengths = self.text_lengths.tolist()
         return lengths if self.places is None else [lengths[place] for place in self.places.tolist()]
+
+
+Counts = list[dict[str, "list[int] | None"]]  # per layer and part, the tokens of every row; None = all
 
 
 @dataclass(frozen=True)
@@ -88,6 +85,7 @@ class Trace:
     stopped_after: list[int | None] = field(default_factory=list)
     policy: Policy | None = None
     records: dict[int, _Ran] = field(default_factory=dict)
+    _counts: dict[int, Counts] = field(default_factory=dict)
     _lengths: tuple[Tensor, Tensor] | None = None  # of the text, as a state has them and as they are kept
 
     def ran(self, ctx: ScaleContext, cond: Conditioning, places: Tensor | None = None) -> None:
@@ -125,6 +123,28 @@ class Trace:
         counts = torch.stack(masks).sum(0).view(where.grid).cpu().numpy() if masks else np.zeros(where.grid)
         return (counts + complete) / self.costs.depth
 
+    @property
+    def counts(self) -> dict[int, Counts]:
+        """The tokens of every scale that ran: read from the device at once, for a read costs more than a number."""
+        unread = {index: record.chosen for index, record in self.records.items() if index not in self._counts}
+        distinct = {id(c): c.count for chosen in unread.values() for p in chosen for c in p.values() if c is not None}
+        rows = torch.cat(list(distinct.values())).tolist() if distinct else []
+        ends = itertools.accumulate(map(len, distinct.values()))
+        read = {key: rows[end - len(count) : end] for (key, count), end in zip(distinct.items(), ends, strict=True)}
+        for index, chosen in unread.items():
+            self._counts[index] = [{p: None if c is None else read[id(c)] for p, c in ps.items()} for ps in chosen]
+        return self._counts
+
+    def tokens(self, image: int) -> float:
+        """The tokens computed for an image in the mean over layers, rows with guidance not counted twice."""
+        total = 0
+        for index, counts in self.counts.items():
+            where, record, places = self._find(image, index + 1)
+            if record is not None and places:
+                kept = [parts["self"] for parts in counts]
+                total += sum(where.tokens if count is None else count[places[0]] for count in kept)
+        return total / self.costs.depth
+
     def _find(self, image: int, scale: int) -> tuple[Scale, _Ran | None, list[int]]:
         """A scale, what is known of its run, and the rows of an image in it."""
         image = read_count(image, "image", 0, len(self.images) - 1)
@@ -158,7 +178,7 @@ class Trace:
             return entry, 0
         places = [row for row, owner in enumerate(record.rows.all) if owner == image]
         flops = len(places) * scale.tokens * self.costs.head
-        for layer, parts in enumerate(record.counts):
+        for layer, parts in enumerate(self.counts[scale.index]):
             kept = {p: scale.tokens if c is None else c[places[0]] for p, c in parts.items()}
             cached[layer] += record.context + kept["self"]
             for part, count in kept.items():

@@ -24,8 +24,12 @@ OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 def to_pil(images: Tensor) -> list[Image.Image]:
     """Convert [B, 3, H, W] in [-1, 1] to PIL images. Truncated, not rounded, as the official code does."""
-    pixels = images.float().add(1).div(2).mul(255).clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
-    return [Image.fromarray(np.ascontiguousarray(p)) for p in pixels]
+    return [Image.fromarray(pixels) for pixels in to_bytes(as_output(images, "pt")).cpu().numpy()]
+
+
+def to_bytes(images: Tensor) -> Tensor:
+    """Convert [B, 3, H, W] in [0, 1] to the pixels of PIL images, [B, H, W, 3] of uint8."""
+    return images.mul(255).clamp(0, 255).byte().permute(0, 2, 3, 1).contiguous()
 
 
 def from_pil(images: Image.Image | Sequence[Image.Image]) -> Tensor:

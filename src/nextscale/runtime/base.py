@@ -108,6 +108,10 @@ class Executor(ABC):
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
         """Decode maps [B, d, H, W] to images [B, 3, H, W] in [-1, 1]."""
 
+    def preview(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
+        """Decode maps of any number and size between two scales, when `decode` may not use what the scales use."""
+        return tokenizer.decode(features)
+
     def padded_batch(self, images: int, backbone: Backbone, noise: NoiseSource, forced_tokens: Sequence[Tensor]) -> int:
         """Say how many images a call of so many is padded to; the others never run."""
         return images

@@ -60,6 +60,9 @@ class Compiled(Eager):
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
         return self.fast_decode(tokenizer, features)
 
+    def preview(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
+        return self.fast_decode(tokenizer, features)
+
     def head(self, backbone: Backbone, cond: Any, x: Tensor, codes: Tensor | None = None) -> Tensor:
         if codes is not None:
             return super().head(backbone, cond, x, codes)

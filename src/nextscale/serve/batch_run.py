@@ -9,7 +9,7 @@ import numpy as np
 
 from nextscale.engine.callback import ScaleEnd
 from nextscale.engine.trace import Trace
-from nextscale.serve.jobs import ALL, Finished, Preview, ScaleMap
+from nextscale.serve.jobs import ALL, Finished, Pixels, Preview, ScaleMap
 from nextscale.serve.observer import Observer
 from nextscale.serve.previews import decode_preview, pixels_of, preview_scales
 from nextscale.serve.ticket import Slot
@@ -50,12 +50,13 @@ class BatchRun:
             guidance_scale=self.job.guidance_scale,
             method=self.job.method,
             callback_on_scale_end=self.after_scale,
+            output_type="pt",
         )
         taken = self.elapsed()
         self.measure()
-        for row, (slot, image) in enumerate(zip(self.slots, output.images, strict=True)):
+        for row, (slot, pixels) in enumerate(zip(self.slots, pixels_of(output.images), strict=True)):
             if not slot.gone:
-                self.finish(row, slot, np.asarray(image), output.trace, taken)
+                self.finish(row, slot, pixels, output.trace, taken)
 
     def after_scale(self, end: ScaleEnd) -> set[int] | None:
         """Let images leave that nobody waits for, and show those that somebody wants to see."""
@@ -84,7 +85,7 @@ class BatchRun:
             return
         elapsed = self.elapsed()
         small = others > 0 or 2 * end.scale.h <= end.features.shape[2]  # a coarse grid has no more to show
-        images = decode_preview(self.model.pipe.tokenizer, end.features[rows], small)
+        images = decode_preview(end.decode, end.features[rows], small)
         for row, pixels in zip(rows, pixels_of(images), strict=True):
             slot = self.slots[row]
             cells = to_bytes(end.computed(row)) if slot.ticket.job.previews == ALL else None
@@ -101,14 +102,12 @@ class BatchRun:
             self.observer.scale_done(self.model.name, index + 1, seconds[index])
         self.model.observe_seconds(self.job, seconds)
 
-    def finish(self, row: int, slot: Slot, pixels: np.ndarray, trace: Trace, taken: float) -> None:
-        counts = trace.image(row)
-        depth, plain = trace.costs.depth, trace.schedule.tokens
-        tokens = round(counts["tokens_computed"] / depth)
-        scales = scale_maps(trace, row, counts) if slot.ticket.job.previews == ALL else None
+    def finish(self, row: int, slot: Slot, pixels: Pixels, trace: Trace, taken: float) -> None:
+        tokens, plain = round(trace.tokens(row)), trace.schedule.tokens
+        scales = scale_maps(trace, row) if slot.ticket.job.previews == ALL else None
         done = Finished(
             slot.index,
-            lambda: pixels,
+            pixels,
             slot.seed,
             self.job.method if isinstance(self.job.method, str) else self.job.method.name,
             tokens,
@@ -122,9 +121,9 @@ class BatchRun:
         slot.ticket.send(done, lambda: self.observer.finished(*answered))
 
 
-def scale_maps(trace: Trace, row: int, counts: dict) -> list[ScaleMap]:
+def scale_maps(trace: Trace, row: int) -> list[ScaleMap]:
     maps = []
-    for entry in counts["scales"]:
+    for entry in trace.image(row)["scales"]:
         kept = round(sum(layer["kept"] for layer in entry["layers"]) / trace.costs.depth)
         cells = to_bytes(trace.computed(row, entry["scale"]))
         maps.append(ScaleMap(entry["scale"], tuple(entry["grid"]), kept, cells))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from nextscale.methods.naming import PLAIN, read_method
 from nextscale.methods.package_data import stored
 from nextscale.pipeline import Pipeline
 from nextscale.serve.jobs import ImageJob, InvalidJob
+from nextscale.serve.previews import decode_preview
 from nextscale.text.words import ENTRY_KINDS, WordEncoder
 
 AUTO = "auto"
@@ -170,7 +173,17 @@ class ServedModel:
         for size in self.warm_sizes:
             methods = {self.method_of(quality, size): None for quality in self.qualities}
             captured += self.pipe.warm_up([size[::-1]], list(methods), batches, callbacks=True)
+        self.warm_up_previews(batches)
         return captured
+
+    def warm_up_previews(self, batches: Sequence[int]) -> None:
+        """Have a GPU measure the convolutions of previews, which takes longer than a preview."""
+        if self.pipe.device.type == "cpu":
+            return
+        decode = functools.partial(self.pipe.executor.preview, self.pipe.tokenizer)
+        for (width, height), images, small in itertools.product(self.warm_sizes, batches, (False, True)):
+            maps = self.pipe.tokenizer.empty_features(images, self.pipe.schedule(height, width))
+            decode_preview(decode, maps, small)
 
     def expected_seconds(self, job: ImageJob) -> Sequence[float]:
         """How long each scale takes: as seen before, or else by its tokens."""

@@ -38,6 +38,12 @@ class DecoderGraphs:
             features = features[sizes[-1] :]
         return made[0] if len(made) == 1 else torch.cat(made)
 
+    def without_graphs(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
+        """Decode while KV caches use the memory of the graphs; 1, 2, 4, ... maps at a time, for convolutions of every
+        new shape are measured first."""
+        parts = features.split([n for n in powers_of_two(len(features)) if n & len(features)])
+        return torch.cat([self.decode(tokenizer, part) for part in parts])
+
     def capture_all(self, tokenizer: ImageTokenizer, features: Tensor, arena: MemoryArena) -> None:
         """Capture decoders of 1, 2, 4, ... features like these, which add up to any number of images."""
         for n in powers_of_two(min(len(features), max_decode_batch(tokenizer.decoder, features))):

@@ -225,6 +225,9 @@ class CUDAGraphExecutor(Eager):
     def decode(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
         return self.decode_graphs(tokenizer, features)
 
+    def preview(self, tokenizer: ImageTokenizer, features: Tensor) -> Tensor:
+        return self.decode_graphs.without_graphs(tokenizer, features)
+
     def check(self, backbone: Backbone) -> None:
         for scale, captured in self.replayed:
             captured.graph.wait()
