@@ -382,22 +382,18 @@ def first_preview(served: Any, job: Any, scale: int = 1) -> float:
     """Seconds from a request to its first preview, of a scale or a later one, as a JPEG file; on an idle engine."""
     from PIL import Image
 
-    from nextscale.serve.jobs import Preview
+    from nextscale.serve.jobs import Finished, Preview
 
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     begun = time.perf_counter()
-    ticket = served.submit(job, events.put)
+    served.submit(job, events.put)
     while not isinstance(event := events.get(), Preview) or event.scale < scale:
         assert isinstance(event, Preview), "no preview came"
     Image.fromarray(event.pixels()).save(io.BytesIO(), "JPEG", quality=90)
     seconds = time.perf_counter() - begun
-    wait_for([ticket])
+    while not isinstance(events.get(), Finished):
+        pass
     return seconds
-
-
-def wait_for(tickets: list[Any]) -> None:
-    while not all(ticket.ended for ticket in tickets):
-        time.sleep(0.0005)
 
 
 def engine(options: argparse.Namespace) -> None:
@@ -420,6 +416,8 @@ def engine(options: argparse.Namespace) -> None:
         return ImageJob(model.name, PROMPTS[number * 7 % len(PROMPTS)], seeds, method, previews=previews)
 
     served.generate(new_job(batch))
+    first_preview(served, new_job(1, 3))
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     captured, seconds, shares = pipe.captured, list[float](), list[float]()
     for _ in range(max(options.images // options.group, 1)):
         jobs = [new_job(batch) for _ in range(options.group)]
@@ -428,7 +426,10 @@ def engine(options: argparse.Namespace) -> None:
             pipe([job.prompt] * batch, seed=list(job.seeds), method=method)
         seconds.append((time.perf_counter() - begun) / len(jobs))
         begun = time.perf_counter()
-        wait_for([served.submit(job, lambda event: None) for job in jobs])
+        for job in jobs:
+            served.submit(job, events.put)
+        for _ in range(len(jobs) * batch):
+            events.get()
         shares.append(seconds[-1] * len(jobs) / (time.perf_counter() - begun))
     alone, firsts, every = list[float](), list[float](), list[float]()
     for _ in range(options.images):

@@ -182,7 +182,7 @@ class Engine:
         """Capture what calls will need, and make one image: a broken model shall never be called ready."""
         limit = self.limits.max_batch
         model.warm_up([n for n in BATCHES if n < limit] + [limit])
-        job = ImageJob(model.name, 0 if model.takes_labels else model.sample_prompt, (0,), model.method)
+        job = ImageJob(model.name, 0 if model.takes_labels else model.sample_prompt, (0,), model.method, previews=3)
         ticket = Ticket(model, job, lambda event: None, self.cancel)
         begun = time.monotonic()
         BatchRun([Slot(ticket, 0, begun)], lambda: 0, 0, lambda: self.state != "loading", Observer())()
