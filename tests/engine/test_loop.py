@@ -105,6 +105,7 @@ def test_the_trace_adds_up(any_pipe) -> None:
         kept = [(e["rows"], sum(layer["kept"] for layer in e["layers"])) for e in image["scales"]]
         assert image["row_tokens_computed"] == sum(rows * n for rows, n in kept)
         assert image["tokens_computed"] == sum(n for _, n in kept)
+        assert result.trace.tokens(image["index"]) == image["tokens_computed"] / depth
         assert image["tokens_full"] == depth * sum(e["tokens"] for e in image["scales"])
         assert image["flops"] < image["flops_full"]
     plain = ask(any_pipe).trace.to_dict()["images"][0]
