@@ -51,7 +51,7 @@ test-hostile: $(VENV)/.ready
 	$(BIN)/python tests/hostile
 
 # The page of the server in Debian's chromium (apt-get install chromium, or NEXTSCALE_CHROMIUM=PATH); skipped, with the
-# reason, where there is none. NEXTSCALE_SCREENSHOTS=FOLDER keeps pictures of it.
+# reason, where there is none. NEXTSCALE_SCREENSHOTS=FOLDER keeps screenshots of it.
 test-browser: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
 	$(BIN)/python -m pytest -rs tests/browser

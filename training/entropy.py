@@ -200,9 +200,7 @@ def main() -> None:
     head = {"model": options.model, "captions": captions}
     (out / "entropy.json").write_text(json.dumps({**head, **result}) + "\n")
     drawn = draw(result, out / "entropy.png")
-    print(
-        f"\nwrote {out / 'entropy.json'}" + (f" and {out / 'entropy.png'}" if drawn else "; no matplotlib, no picture")
-    )
+    print(f"\nwrote {out / 'entropy.json'}" + (f" and {out / 'entropy.png'}" if drawn else "; no matplotlib, no image"))
 
 
 if __name__ == "__main__":

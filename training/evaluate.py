@@ -82,7 +82,7 @@ def model_arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--method", help="what is left out of the computation, e.g. nova")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a setting of the method")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--smoke", action="store_true", help="a few small pictures, seconds on a CPU")
+    parser.add_argument("--smoke", action="store_true", help="a few small images, seconds on a CPU")
     return parser
 
 
@@ -99,7 +99,7 @@ class Progress:
             return
         self.shown, elapsed = now, now - self.started
         left = elapsed / done * (self.total - done)
-        print(f"{done}/{self.total} pictures, {elapsed:.0f} s, {left:.0f} s left{text}", flush=True)
+        print(f"{done}/{self.total} images, {elapsed:.0f} s, {left:.0f} s left{text}", flush=True)
 
 
 @dataclass

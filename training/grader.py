@@ -77,7 +77,7 @@ def visible(scene: Scene, drawer: Scenes) -> bool:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--recognizer", type=Path, default=FOLDER)
-    parser.add_argument("--per-task", type=int, default=200, help="right pictures of a task, and as many wrong ones")
+    parser.add_argument("--per-task", type=int, default=200, help="right images of a task, and as many wrong ones")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     config, where, vocabulary = read_config(options.config, options.smoke), device(), read_vocabulary()

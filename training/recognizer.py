@@ -268,10 +268,10 @@ def train(
             numbers = zip(("centers", "objects", "shapes", "colours"), loss.tolist(), strict=True)
             rate = done * batch / clock.elapsed
             log(
-                f"step {done} {clock.elapsed:.0f} s, {rate:.0f} pictures/s: "
+                f"step {done} {clock.elapsed:.0f} s, {rate:.0f} images/s: "
                 + " ".join(f"{name} {x:.3f}" for name, x in numbers)
             )
-    log(f"{done} steps, {done * batch} pictures, {clock.elapsed:.0f} s")
+    log(f"{done} steps, {done * batch} images, {clock.elapsed:.0f} s")
     return average
 
 

@@ -96,7 +96,7 @@ def train(tokenizer: BSQTokenizer, painter: Painter, config: dict[str, Any], clo
                 f"step {step} {clock.elapsed:.0f} s loss {loss.item():.4f} psnr {quality:.2f} "
                 f"commitment {commitment:.4f} std {features.std():.3f}"
             )
-    log(f"{step} steps, {step * batch} pictures, {clock.elapsed:.0f} s")
+    log(f"{step} steps, {step * batch} images, {clock.elapsed:.0f} s")
     return average
 
 

@@ -276,7 +276,7 @@ def train(trainer: Trainer, stage: dict[str, Any], painter: Painter, clock: Cloc
             numbers = " ".join(f"{x:.3f}" for x in losses.tolist())
             log(f"{stage['name']} step {step} {clock.elapsed:.0f} s, {kind['grids']} grids: {numbers}")
     shown = sum(kind["batch"] for kind in kinds) * step / len(kinds)
-    log(f"{stage['name']}: {step} steps, {shown:.0f} pictures, {clock.elapsed:.0f} s")
+    log(f"{stage['name']}: {step} steps, {shown:.0f} images, {clock.elapsed:.0f} s")
 
 
 def draw_sheet(trainer: Trainer, path: Path, count: int, prompts: tuple[str, ...]) -> None:

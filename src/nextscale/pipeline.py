@@ -369,11 +369,11 @@ class Pipeline:
         if self.spec.sizes and (height, width) not in self.spec.sizes:
             trained = choices(f"{h}x{w}" for h, w in self.spec.sizes)
             logger.warning(
-                "%s was trained for %s, so a picture of %dx%d may look wrong", self.spec.name, trained, height, width
+                "%s was trained for %s, so an image of %dx%d may look wrong", self.spec.name, trained, height, width
             )
         elif self.spec.weights and is_far(schedule, self.spec.pixel_budget):
             logger.warning(
-                "%s was trained for pictures of about %s pixels, so one of %dx%d may look wrong",
+                "%s was trained for images of about %s pixels, so one of %dx%d may look wrong",
                 self.spec.name,
                 self.spec.pixel_budget,
                 height,

@@ -644,7 +644,7 @@ def test_motion_can_be_reduced(open_page: Opener, server: str) -> None:
 
 
 def test_screenshots(open_page: Opener, server: str, tmp_path: Path) -> None:
-    """Pictures for people to look at; a test sees only that there are some."""
+    """Screenshots for people to look at; a test sees only that there are some."""
     chosen = os.environ.get("NEXTSCALE_SCREENSHOTS")
     folder = Path(chosen or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ def times(path: Path) -> list[int]:
     return found
 
 
-def shown_picture(frame: np.ndarray, place: int, size: tuple[int, int] = (SIDE, SIDE)) -> np.ndarray:
+def shown_image(frame: np.ndarray, place: int, size: tuple[int, int] = (SIDE, SIDE)) -> np.ndarray:
     left = animation.MARGIN + place * (SIDE + animation.GAP) + (SIDE - size[0]) // 2
     return frame[animation.HEAD : animation.HEAD + size[1], left : left + size[0]]
 
@@ -76,13 +76,13 @@ def test_plain_and_method_side_by_side(options: tuple[object, ...], ending: str,
     assert alone.returncode == 0, alone.stderr
     for place, name in enumerate(("plain.png", "a.png")):
         large = Image.open(tmp_path / name).resize((SIDE, SIDE), Image.Resampling.LANCZOS)
-        assert np.abs(shown_picture(shown[-1], place) - np.asarray(large, dtype=float)).mean() < 12, name
+        assert np.abs(shown_image(shown[-1], place) - np.asarray(large, dtype=float)).mean() < 12, name
     first = path.read_bytes()
-    picture = (tmp_path / "a.png").read_bytes()
+    image = (tmp_path / "a.png").read_bytes()
     assert run(*asked, "--animate", path, "--beside-plain", "--quiet").stdout == ""
     assert path.read_bytes() == first
     assert run(*asked).returncode == 0
-    assert (tmp_path / "a.png").read_bytes() == picture, "watching changes nothing"
+    assert (tmp_path / "a.png").read_bytes() == image, "watching changes nothing"
 
 
 def test_alone(options: tuple[object, ...], tmp_path: Path) -> None:
@@ -105,14 +105,14 @@ def test_the_embedded_model(tmp_path: Path) -> None:
 def test_cells_that_were_not_computed_are_darker(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{ending}"
     save_animation([by_hand(np.array([[1.0, 0.5], [0.0, 1.0]]))], path)
-    before, after, finished = (shown_picture(frame, 0).mean(axis=2) for frame in frames(path))
+    before, after, finished = (shown_image(frame, 0).mean(axis=2) for frame in frames(path))
     half = SIDE // 2
     cells = [after[y : y + half, x : x + half][8:-8, 8:-8].mean() for y in (0, half) for x in (0, half)]
     assert np.abs(before - 200).mean() < 3
     assert cells[0] == pytest.approx(200, abs=6)
     assert cells[3] == pytest.approx(200, abs=6)
     assert cells[2] + 40 < cells[1] < cells[0] - 40
-    assert cells[2] > 60, "the picture is still seen"
+    assert cells[2] > 60, "the image is still seen"
     assert np.abs(finished - 160).mean() < 3, "nothing covers the finished image"
 
 
@@ -120,14 +120,14 @@ def test_a_scale_that_is_left_out_hides_nothing(var: Pipeline, tmp_path: Path) -
     film = Film()
     output = var(3, seed=1, method=Truncate(2), callback_on_scale_end=film)
     panel = film.panel("truncate:2", output)
-    ran = len(film.pictures)
+    ran = len(film.images)
     assert ran == len(panel.snapshots) - 2
     assert [snapshot.computed.any() for snapshot in panel.snapshots] == [True] * ran + [False] * 2
-    assert panel.snapshots[-1].picture.tobytes() == panel.finished.tobytes()
+    assert panel.snapshots[-1].image.tobytes() == panel.finished.tobytes()
     assert panel.snapshots[-1].tokens == panel.snapshots[-3].tokens == output.trace.share()
     save_animation([panel], tmp_path / "a.webp")
     shown = frames(tmp_path / "a.webp")
-    assert np.abs(shown_picture(shown[-2], 0) - shown_picture(shown[-1], 0)).mean() < 4
+    assert np.abs(shown_image(shown[-2], 0) - shown_image(shown[-1], 0)).mean() < 4
 
 
 @pytest.mark.parametrize(("size", "inside"), [((40, 160), (128, 512)), ((900, 300), (512, 171)), ((2000, 1), (512, 1))])
@@ -138,7 +138,7 @@ def test_standing_and_lying_images_keep_their_shape(
     finished = frames(tmp_path / "a.gif")[-1]
     assert finished.shape[0] == animation.HEAD + inside[1] + animation.FOOT
     for place in range(2):
-        assert np.abs(shown_picture(finished, place, inside) - (90, 160, 230)).mean() < 6
+        assert np.abs(shown_image(finished, place, inside) - (90, 160, 230)).mean() < 6
     assert np.abs(finished[animation.HEAD, animation.MARGIN - 1] - animation.GROUND).max() < 12
 
 

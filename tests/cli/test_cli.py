@@ -27,13 +27,13 @@ def test_generate(var_files: Path, tmp_path: Path) -> None:
     done = run("generate", "4", *options, "--out", tmp_path / "a" / "one.png", "--trace", tmp_path / "t.json")
     assert done.returncode == 0, done.stderr
     assert "wrote" in done.stdout
-    picture = Image.open(tmp_path / "a" / "one.png")
-    assert picture.size == (64, 64)
+    image = Image.open(tmp_path / "a" / "one.png")
+    assert image.size == (64, 64)
     assert json.loads((tmp_path / "t.json").read_text())["images"][0]["label"] == 4
     done = run("generate", "4", *options, "--out", tmp_path / "two.png", "--images", 2, "--quiet")
     assert done.stdout == ""
-    assert Image.open(tmp_path / "two-0.png").tobytes() == picture.tobytes()
-    assert Image.open(tmp_path / "two-1.png").tobytes() != picture.tobytes()
+    assert Image.open(tmp_path / "two-0.png").tobytes() == image.tobytes()
+    assert Image.open(tmp_path / "two-1.png").tobytes() != image.tobytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "t.json", "two-0.png", "two-1.png"]
 
 

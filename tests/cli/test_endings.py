@@ -227,8 +227,8 @@ def test_drawn_in_any_format(ending: str, tmp_path: Path) -> None:
     from nextscale.research.analyze import style
 
     style.save(style.new_figure(1), tmp_path / f"a{ending}")
-    with Image.open(tmp_path / f"a{ending}") as picture:
-        assert picture.size == (1200, 120)
+    with Image.open(tmp_path / f"a{ending}") as image:
+        assert image.size == (1200, 120)
 
 
 def test_a_format_that_has_no_colors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

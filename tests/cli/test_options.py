@@ -100,7 +100,7 @@ def test_generate(recorder: Recorder, tmp_path: Path) -> None:
     values = {"prompt": "a fox", "seed": 41, "out": tmp_path / "a.jpg", "images": 3, "quiet": True, **asked, **METHOD}
     values |= {"text_encoder": "t5", "runtime": "graphs", "quantize": "fp8", "offload": "text", **LOADED}
     values |= {"preview": tmp_path / "scales", "trace": tmp_path / "t.json"}
-    # An animation shows one picture: tests/cli/test_animate.py.
+    # An animation shows one image: tests/cli/test_animate.py.
     done = run("generate", *arguments("generate", values, but=("animate", "beside_plain")))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     loaded_as_asked(recorder, text_encoder="t5", runtime="graphs", quantize="fp8", offload="text", progress_bar=False)

@@ -123,7 +123,7 @@ def test_an_encoder_that_is_not_offloaded_stays() -> None:
     assert pipe.text_encoder.happened[2:] == [], "it is fetched when it is needed"
 
 
-def test_pictures_are_the_same_with_offload() -> None:
+def test_images_are_the_same_with_offload() -> None:
     plain, resting = tiny_infinity(), offloaded(FakeEncoder())
     plain.text_encoder = FakeEncoder()
     options = {"seed": 1, "pixel_budget": "0.06M", "negative_prompt": "b"}

@@ -207,16 +207,16 @@ def test_an_unguided_run_equals_the_conditional_branch(any_pipe) -> None:
 
 
 def test_the_callback_sees_decodes_and_stops(any_pipe) -> None:
-    pictures = []
+    images = []
 
     def look(end):
-        pictures.append(end.decode())
+        images.append(end.decode())
         return False if end.scale.index == 3 else None
 
     stopped = ask(any_pipe, 2, callback_on_scale_end=look, output_type="pt")
-    assert len(pictures) == 4
+    assert len(images) == 4
     assert all((t == -1).all() for t in stopped.tokens[4:])
-    assert torch.equal(pictures[-1].add(1).div(2), stopped.images)
+    assert torch.equal(images[-1].add(1).div(2), stopped.images)
     full = ask(any_pipe, 2)
     assert all(torch.equal(a, b) for a, b in zip(stopped.tokens[:4], full.tokens, strict=False))
     traced = stopped.trace.to_dict()["images"][1]

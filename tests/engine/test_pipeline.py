@@ -107,21 +107,21 @@ def test_force_tokens(any_pipe) -> None:
 
 
 def test_encode_then_force_reconstructs(any_pipe) -> None:
-    picture = ask(any_pipe, 2).images
-    h = picture[0].height
-    tokens = any_pipe.encode(picture)
+    images = ask(any_pipe, 2).images
+    h = images[0].height
+    tokens = any_pipe.encode(images)
     size = {"pixel_budget": None, "height": h, "width": h} if any_pipe.backbone.family == "infinity" else {}
     out = ask(any_pipe, 2, force_tokens=tokens, output_type="pt", **size)
-    pixels = from_pil(picture)
+    pixels = from_pil(images)
     encoded = any_pipe.tokenizer.encode(pixels, any_pipe.schedule(h, h))
     if any_pipe.backbone.family != "hart":  # which adds a residual of its own
         assert torch.allclose(out.images, any_pipe.decode(encoded.maps[-1]).add(1).div(2), atol=1e-5)
     there_and_back = np.asarray(to_pil(pixels)[1]).astype(int)
-    assert abs(there_and_back - np.asarray(picture[1])).max() <= 1  # truncated, as the official code does
+    assert abs(there_and_back - np.asarray(images[1])).max() <= 1  # truncated, as the official code does
     with pytest.raises(NextscaleError, match=r"(nearest are|only)"):
-        any_pipe.encode(picture[0].resize((17, 9)))
+        any_pipe.encode(images[0].resize((17, 9)))
     with pytest.raises(NextscaleError, match="must have one size"):
-        any_pipe.encode([picture[0], picture[0].resize((4, 4))])
+        any_pipe.encode([images[0], images[0].resize((4, 4))])
     with pytest.raises(NextscaleError, match="images of 8x8 were given"):
         any_pipe.tokenizer.encode(torch.zeros(1, 3, 8, 8), any_pipe.schedule(h, h))
 
@@ -203,9 +203,7 @@ def test_autocast_of_the_caller_changes_nothing(any_pipe) -> None:
 def test_nan_in_the_tokenizer_is_named() -> None:
     pipe = tiny_var()
     pipe.tokenizer.decoder.conv_out.weight[0] = torch.nan
-    with pytest.raises(
-        NextscaleError, match=r"decoded picture is not finite: the weights of decoder\.conv_out\.weight"
-    ):
+    with pytest.raises(NextscaleError, match=r"decoded image is not finite: the weights of decoder\.conv_out\.weight"):
         pipe(1)
     pipe.tokenizer.codebook.weight.fill_(torch.nan)
     with pytest.raises(NextscaleError, match=r"logits of scale 2 are not finite: .* a tokenizer weight"):

@@ -124,7 +124,7 @@ def encodings_of_files(box: Sandbox) -> list[str]:
 
 
 @kind("prompts")
-def ids_of_pictures(box: Sandbox) -> list[str]:
+def ids_of_images(box: Sandbox) -> list[str]:
     odd = ("../../x", "/etc/x", "", ".", "a/b", "x" * 300, "a\0b", "CON", 5, None, "x", "a\nb")
     records = [
         {"id": box.rng.choice(odd), "prompt": "a fox"},

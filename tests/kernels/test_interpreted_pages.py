@@ -251,7 +251,7 @@ def test_pages_show_what_keys_side_by_side_show(
 
 
 MAKERS = {"infinity": tiny_infinity, "hart": tiny_hart}
-RUNS = [  # with so many pictures; rows that fill up a batch rest
+RUNS = [  # with so many images; rows that fill up a batch rest
     ("hart", "nova, attention", 1),
     ("hart", "nova and guidance", 3),
     ("hart", "fastvar, complete in between", 2),

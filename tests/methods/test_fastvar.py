@@ -81,7 +81,7 @@ def test_tokens_far_from_the_mean_stay_and_the_rest_gets_the_cached_increment() 
 
 
 def test_the_public_code() -> None:
-    """A recorded run of the public FastVAR code for Infinity: 32 tiny layers, 13 scales, one guided greedy picture."""
+    """A recorded run of the public FastVAR code for Infinity: 32 tiny layers, 13 scales, one guided greedy image."""
     recorded, io = json.loads((CASE / "recorded.json").read_text()), load_file(CASE / "io.safetensors")
     part = official_part(open_states(CASE / "state.safetensors"), ("infinity",))
     tokenizer = BSQTokenizer(BSQConfig(8, channels=32, multipliers=(1, 1), residual_blocks=1))

@@ -36,7 +36,7 @@ try:
 except ImportError:  # the GPU machine has none; `make test` installs it
     jsonschema = None
 
-# A decision like those that SkipVAR fits, for pictures of tiny models.
+# A decision like those that SkipVAR fits, for images of tiny models.
 # Configurations that reduce nothing.
 NOTHING = {
     "nova": NOVA(t_est=2, scale_linkage=False, scale_table="1:0"),

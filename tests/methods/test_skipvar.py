@@ -25,7 +25,7 @@ def test_features_of_the_public_code(pair: str) -> None:
     assert high_frequency_share(old).item() == pytest.approx(RECORDED[f"{pair}.B_old"].item(), abs=1e-5)
 
 
-def test_features_are_per_picture() -> None:
+def test_features_are_per_image() -> None:
     pair = torch.cat((RECORDED["random_odd.new"], RECORDED["random_odd.old"]))
     both = high_frequency_share(pair)
     assert both[0] == high_frequency_share(pair[:1])[0]

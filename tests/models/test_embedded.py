@@ -20,7 +20,7 @@ from nextscale.cli import main
 from nextscale.io.images import to_pil
 from nextscale.text.words import END_TOKEN, Lexicon, split
 
-SHORT = Truncate(6)  # 7 of 13 grids: under a second, coarse but the right picture
+SHORT = Truncate(6)  # 7 of 13 grids: under a second, coarse but the right image
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +163,9 @@ def test_it_was_really_trained(pipe: Pipeline) -> None:
     prompts = ["a red heart on a yellow background", "a green circle to the left of a blue square"]
     heart, pair = (np.asarray(p, dtype=float) for p in pipe(prompts, seed=[0, 1], method=SHORT).images)
 
-    def mean(picture: np.ndarray, x: float, y: float) -> np.ndarray:
+    def mean(image: np.ndarray, x: float, y: float) -> np.ndarray:
         x, y = int(512 * x), int(512 * y)
-        return picture[y - 12 : y + 12, x - 12 : x + 12].mean((0, 1))
+        return image[y - 12 : y + 12, x - 12 : x + 12].mean((0, 1))
 
     for spot, rgb in (((0.5, 0.5), (222, 41, 41)), ((0.06, 0.06), (252, 214, 44)), ((0.94, 0.94), (252, 214, 44))):
         assert np.abs(mean(heart, *spot) - rgb).max() < 30, spot
@@ -173,7 +173,7 @@ def test_it_was_really_trained(pipe: Pipeline) -> None:
         assert np.abs(mean(pair, *spot) - rgb).max() < 30, spot
 
 
-def test_a_picture_comes_back_from_the_tokenizer(pipe: Pipeline) -> None:
+def test_an_image_comes_back_from_the_tokenizer(pipe: Pipeline) -> None:
     """On a drawing that has nothing to do with training: flat areas, an edge, a gradient."""
     y, x = np.mgrid[0:512, 0:512]
     pixels = np.stack((np.where(x < 200, 40, 220), y / 2, np.full_like(x, 120)), axis=-1).astype(np.uint8)
@@ -186,7 +186,7 @@ def test_a_picture_comes_back_from_the_tokenizer(pipe: Pipeline) -> None:
     assert fine > coarse + 3
 
 
-def test_the_same_seed_gives_the_same_picture_in_another_process(pipe: Pipeline, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_image_in_another_process(pipe: Pipeline, tmp_path: Path) -> None:
     mine = pipe("a fox", seed=3, method=SHORT)
     assert mine.images[0].tobytes() == pipe("a fox", seed=3, method=SHORT).images[0].tobytes()
     assert mine.images[0].tobytes() != pipe("a fox", seed=4, method=SHORT).images[0].tobytes()
@@ -259,8 +259,8 @@ def test_the_command_line_needs_no_model(
     short = ("--method", "truncate", "--set", "k=6")
     assert run_cli(monkeypatch, "generate", "a fox", "--seed", 7, "--out", out, "--preview", previews, *short) == 0
     seen = []
-    picture = pipe("a fox", seed=7, method=SHORT, callback_on_scale_end=lambda e: seen.append(to_pil(e.decode())[0]))
-    assert Image.open(out).tobytes() == picture.images[0].tobytes()
+    output = pipe("a fox", seed=7, method=SHORT, callback_on_scale_end=lambda e: seen.append(to_pil(e.decode())[0]))
+    assert Image.open(out).tobytes() == output.images[0].tobytes()
     files = sorted(previews.iterdir())
     assert [f.name for f in files] == [f"scale-{i:02}.png" for i in range(1, 8)]
     assert all(Image.open(f).tobytes() == s.tobytes() for f, s in zip(files, seen, strict=True))

@@ -75,7 +75,7 @@ def test_the_mask_buffer_is_never_read(root: Path, monkeypatch: pytest.MonkeyPat
     assert "attn_bias_for_masking" not in asked
 
 
-def test_a_seed_is_a_picture_alone_and_in_a_batch(hart: Pipeline) -> None:
+def test_a_seed_is_an_image_alone_and_in_a_batch(hart: Pipeline) -> None:
     batch = ask(hart, 3, output_type="latent").images
     again = ask(hart, 3, output_type="latent").images
     assert torch.equal(batch, again)

@@ -49,7 +49,7 @@ def test_weights_trained_further_may_have_another_tokenizer(small_2b, tmp_path: 
     assert Pipeline.from_pretrained(weights, vae=other).spec.name == "infinity-2b"
     (record,) = caplog.records
     assert record.getMessage() == (
-        "infinity-2b was published with the tokenizer infinity_vae_d32reg.pth; with infinity_vae_d32.pth pictures are "
+        "infinity-2b was published with the tokenizer infinity_vae_d32reg.pth; with infinity_vae_d32.pth images are "
         "right only if mine.pth was trained with it"
     )
 
@@ -78,7 +78,7 @@ def test_a_size_far_from_training_is_warned_of_once(infinity, caplog) -> None:
     for _ in range(2):
         pipe(prompt_embeds=embeds(3), pixel_budget="0.06M", seed=0)
     texts = [record.getMessage() for record in caplog.records]
-    assert texts == ["big was trained for pictures of about 1M pixels, so one of 32x32 may look wrong"]
+    assert texts == ["big was trained for images of about 1M pixels, so one of 32x32 may look wrong"]
     caplog.clear()
     near = Pipeline(infinity.backbone, infinity.tokenizer, dataclasses.replace(published, pixel_budget="0.06M"))
     near(prompt_embeds=embeds(3), pixel_budget="0.06M", seed=0)

@@ -173,7 +173,7 @@ def test_added_pages_are_counted(load, infinity) -> None:
     assert gpu.measure(asked, 1)["grown"] == 0
 
 
-def test_pictures_of_a_batch_have_decisions_of_their_own(load, infinity) -> None:
+def test_images_of_a_batch_have_decisions_of_their_own(load, infinity) -> None:
     gpu, decisions = load("gpu"), load("decisions")
     method, played = gpu.read_ratios("nova:recorded", 4), []
     given = iter(method.source)

@@ -97,7 +97,7 @@ def test_the_long_description_stands_alone(metadata: Message) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert len(text.splitlines()) > 100
     assert text.startswith("# nextscale")
-    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)", text)  # neither pictures nor links into the repository
+    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)", text)  # neither images nor links into the repository
     assert "MODEL_CARD.md says what it can and cannot draw" in text
 
 

@@ -60,7 +60,7 @@ def run(monkeypatch: pytest.MonkeyPatch):
     return command
 
 
-def test_a_picture_of_two_runs(tmp_path: Path) -> None:
+def test_an_image_of_two_runs(tmp_path: Path) -> None:
     pipe = tiny_infinity()
     plain, fast = (ask(pipe, 1, method=method, output_type="pil") for method in (None, NOVA(t_est=5)))
     text = draw_comparison(plain, fast, "a fox", tmp_path / "x.png")

@@ -110,9 +110,9 @@ def test_the_recognizer_is_small_and_was_measured() -> None:
 
 def test_the_recognizer_sees_what_was_drawn(pipe: Pipeline) -> None:
     """An image of the real model; the last scales add nothing that matters here."""
-    picture = pipe("two foxes above a blue heart", seed=7, method=Truncate(4), output_type="pt").images * 2 - 1
+    image = pipe("two foxes above a blue heart", seed=7, method=Truncate(4), output_type="pt").images * 2 - 1
     recognizer = load_recognizer()
-    (found,), (nothing,) = recognizer.detect(picture), recognizer.detect(torch.ones(1, 3, 512, 512))
+    (found,), (nothing,) = recognizer.detect(image), recognizer.detect(torch.ones(1, 3, 512, 512))
     assert sorted(d.name for d in found) == ["fox", "fox", "heart"]
     heart = next(d for d in found if d.name == "heart")
     assert heart.color == "blue"
@@ -133,7 +133,7 @@ def test_a_mean_with_its_interval() -> None:
     assert found.high - found.low == pytest.approx(2 * half, rel=0.1)
 
 
-def test_pictures_of_one_prompt_go_together() -> None:
+def test_images_of_one_prompt_go_together() -> None:
     """Ten equal images of each prompt tell no more than one: the interval must not shrink."""
     rng = np.random.default_rng(3)
     values = rng.normal(0, 1, 50)
@@ -155,7 +155,7 @@ def test_all_right_is_not_certainty() -> None:
     assert (found.value, found.high) == (1.0, 1.0)
     assert found.low == pytest.approx(0.857, abs=1e-3)  # 24 of 24 by Clopper and Pearson
     twice = Resampling([str(i) for i in range(24)] * 2, ["a"] * 48).score([1] * 48)
-    assert twice == found, "a second picture of the same prompts is no new prompt"
+    assert twice == found, "a second image of the same prompts is no new prompt"
     change = noise.score([0] * 24, least=-1.0)
     assert change.low == pytest.approx(-change.high)
 
@@ -259,7 +259,7 @@ def test_the_commands(tmp_path: Path) -> None:
     result = runner.invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     assert "truncate:1" in result.output
-    assert "6 pictures of clipart on cpu, batch 3, float32" in result.output
+    assert "6 images of clipart on cpu, batch 3, float32" in result.output
     content = json.loads((out / "results.json").read_text())
     assert content["settings"]["model"] == "clipart"
     assert len(content["settings"]["weights_sha256"][0]) == 64
@@ -290,7 +290,7 @@ def test_the_commands(tmp_path: Path) -> None:
     arguments = ["eval", "sweep", str(plan), "--out", str(out), "--cost", "flops", *common, "--so-far"]
     with locked(out):  # another process may still be drawing
         result = runner.invoke(app, arguments, catch_exceptions=False)
-    assert "3 pictures of clipart" in result.output
+    assert "3 images of clipart" in result.output
     assert not list((out / "cells").glob("0001-*"))
 
 
@@ -415,7 +415,7 @@ def test_scenes_that_the_model_cannot_draw(pipe: Pipeline, tmp_path: Path, monke
     arguments = ["eval", "scenes", "--methods", "none,truncate:6", "--out", str(tmp_path / "out"), "--seeds", "1"]
     arguments += ["--pixel-budget", "0.06M", "--quiet"]
     with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "__call__", lambda *args, **options: pytest.fail("a picture was made"))
+        patch.setattr(Pipeline, "__call__", lambda *args, **options: pytest.fail("an image was made"))
         with pytest.raises(NextscaleError, match=r"single object, 'a qwertz': .* 'qwertz'.*1 more of 3 .*--skip-bad"):
             CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert not (tmp_path / "out").exists()

@@ -136,7 +136,7 @@ def test_the_command_is_killed_and_resumed(var_files: Path, tmp_path: Path, monk
     assert "--resume makes the missing ones" in capsys.readouterr().err
     assert here("--out", "out", "--resume") == 0
     output = capsys.readouterr().out
-    assert f"made {56 - len(left)} pictures" in output
+    assert f"made {56 - len(left)} images" in output
     assert "create_npz_from_sample_folder" in output
     assert content(tmp_path / "out") == wanted
     after = stamps(tmp_path / "out")
@@ -195,7 +195,7 @@ def test_a_full_disk(pipe: Pipeline, plan: ExportPlan, tmp_path: Path, monkeypat
     assert content(out) == wanted
 
 
-def test_shards_share_out_the_pictures(pipe: Pipeline, plan: ExportPlan, tmp_path: Path) -> None:
+def test_shards_share_out_the_images(pipe: Pipeline, plan: ExportPlan, tmp_path: Path) -> None:
     export(pipe, plan, tmp_path / "whole")
     wanted = content(tmp_path / "whole")
     together, apart = tmp_path / "together", []
@@ -206,7 +206,7 @@ def test_shards_share_out_the_pictures(pipe: Pipeline, plan: ExportPlan, tmp_pat
     assert sum(map(len, apart)) == 14
     assert {**apart[0], **apart[1], **apart[2]} == wanted == content(together)
     assert len(list(together.glob("manifest-*of3.json"))) == 3
-    with pytest.raises(NextscaleError, match="holds pictures of this export already"):
+    with pytest.raises(NextscaleError, match="holds images of this export already"):
         export(pipe, plan, together, shard=Shard(1, 3))
     assert export(pipe, plan, together, resume=True).made == 0  # as one, too
     assert export(pipe, plan, tmp_path / "few", shard=Shard(40, 40)).made == 0
@@ -355,7 +355,7 @@ def test_foreign_files_are_refused_and_named(pipe: Pipeline, plan: ExportPlan, t
         export(pipe, plan, tmp_path / "file")
 
 
-def test_what_fails_at_the_first_picture_leaves_nothing(pipe: Pipeline, plan: ExportPlan, tmp_path: Path) -> None:
+def test_what_fails_at_the_first_image_leaves_nothing(pipe: Pipeline, plan: ExportPlan, tmp_path: Path) -> None:
     for options in ({"method": NOVA(t_est=7)}, {"top_p": 3.0}, {"batch": 0}, {"guidance_scale": float("nan")}):
         with pytest.raises(NextscaleError):
             export(pipe, plan, tmp_path / "out", **options)
@@ -417,7 +417,7 @@ def _survive(folder: Path) -> None:
         status = os.waitpid(child, 0)[1]
         require_whole(out, wanted)
         now = stamps(out)
-        assert {name: now[name] for name in seen} == seen, "a picture was made twice"
+        assert {name: now[name] for name in seen} == seen, "an image was made twice"
         seen, attempts = now, attempts + 1
         if status == 0:
             break

@@ -147,7 +147,7 @@ def test_dpg(text_pipe: Pipeline, tmp_path: Path, tiles: int) -> None:
     assert len({pixels(grid.crop((x, y, x + side, y + side))) for x, y in corners}) == tiles
 
 
-def test_dpg_csv_names_the_same_pictures(tmp_path: Path) -> None:
+def test_dpg_csv_names_the_same_images(tmp_path: Path) -> None:
     folder = write_prompts("dpg", tmp_path)
     with (tmp_path / "dpg_bench.csv").open("w", newline="") as file:
         rows = csv.writer(file)
@@ -232,8 +232,8 @@ WRONG = [
     ("geneval", '{"tag": "x", "include": [], "prompt": 3}\n', "line 1 has no 'prompt' of text"),
     ("mjhq", '[{"id": "1", "prompt": "a fox"}]', "not one JSON object"),
     ("mjhq", '{"1": {"prompt": "a fox"}}', "1 has no 'category'"),
-    ("mjhq", '{"../x": {"category": "art", "prompt": "a fox"}}', "cannot name a picture"),
-    ("mjhq", '{"x": {"category": "..", "prompt": "a fox"}}', "cannot name a picture"),
+    ("mjhq", '{"../x": {"category": "art", "prompt": "a fox"}}', "cannot name an image"),
+    ("mjhq", '{"x": {"category": "..", "prompt": "a fox"}}', "cannot name an image"),
     ("mjhq", "{}", "holds no prompt"),
     ("imagereward", '{"1": {"category": "art", "prompt": "a fox"}}', "not a JSON list"),
     ("imagereward", '[{"id": "1"}]', "1 has no 'prompt'"),
@@ -282,7 +282,7 @@ def test_wrong_prompt_folders(tmp_path: Path) -> None:
         ExportPlan.read("dpg", folder)
     (folder / "all.txt").rename(folder / "a.b.txt")
     (folder / "a.b.txt").write_text("a fox")
-    with pytest.raises(NextscaleError, match="cannot name a picture"):
+    with pytest.raises(NextscaleError, match="cannot name an image"):
         ExportPlan.read("dpg", folder)
     (tmp_path / "x.csv").write_text("id,prompt\n1,a fox\n")
     with pytest.raises(NextscaleError, match="line 2 has no 'item_id'"):
@@ -293,7 +293,7 @@ def test_numbers_that_a_scorer_does_not_take(tmp_path: Path) -> None:
     for benchmark, images in (("dpg", 3), ("mjhq", 2), ("hpsv2", 4), ("geneval", 0)):
         folder = tmp_path / benchmark
         folder.mkdir()
-        with pytest.raises(NextscaleError, match=f"pictures per prompt, not {images}"):
+        with pytest.raises(NextscaleError, match=f"images per prompt, not {images}"):
             ExportPlan.read(benchmark, write_prompts(benchmark, folder), images=images)
     with pytest.raises(NextscaleError, match="unknown benchmark 'coco'; allowed: geneval, dpg"):
         ExportPlan.read("coco", tmp_path)
@@ -361,7 +361,7 @@ def write_bad(benchmark: str, folder: Path) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.parametrize("benchmark", ["geneval", "dpg", "mjhq", "imagereward", "hpsv2"])
-def test_bad_prompts_are_named_before_the_first_picture(
+def test_bad_prompts_are_named_before_the_first_image(
     benchmark: str, picky: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, places = write_bad(benchmark, tmp_path)
@@ -369,7 +369,7 @@ def test_bad_prompts_are_named_before_the_first_picture(
         ExportPlan.read(benchmark, path)
     path.write_text(path.read_text().replace('" "', '"a hen"'))
     plan = ExportPlan.read(benchmark, path)
-    monkeypatch.setattr(Pipeline, "__call__", lambda *args, **options: pytest.fail("a picture was made"))
+    monkeypatch.setattr(Pipeline, "__call__", lambda *args, **options: pytest.fail("an image was made"))
     with pytest.raises(NextscaleError) as caught:
         export(picky, plan, tmp_path / "out", **SMALL)
     assert str(caught.value).startswith(f"{places[0]}: cannot draw 'a cat' (2 more of 5 prompts")
@@ -437,7 +437,7 @@ def test_one_id_with_two_texts(tmp_path: Path) -> None:
         ),
         ("mjhq", "p.json", '{"1": {"category": "a", "prompt": "a"}, "1": {}}', "the key '1' twice"),
         ("imagereward", "p.json", '[{"id": "1", "prompt": "a"}, {"id": "1", "prompt": "b"}]', "twice: 1"),
-        ("mjhq", "p.json", json.dumps({"x" * 250: {"category": "a", "prompt": "a"}}), "cannot name a picture"),
+        ("mjhq", "p.json", json.dumps({"x" * 250: {"category": "a", "prompt": "a"}}), "cannot name an image"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(NextscaleError, match=words):

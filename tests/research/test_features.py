@@ -21,11 +21,11 @@ needs_weights = pytest.mark.skipif(
 def waves(side: int = 224) -> torch.Tensor:
     """Two images that need no random numbers."""
     y, x = torch.meshgrid(*[torch.arange(side).double()] * 2, indexing="ij")
-    pictures = [
+    images = [
         torch.stack([torch.sin(x / (7 + 5 * c + i) + i) * torch.cos(y / (11 + 3 * c)) for c in range(3)])
         for i in range(2)
     ]
-    return torch.stack(pictures).add(1).div(2).float()
+    return torch.stack(images).add(1).div(2).float()
 
 
 @needs_weights
@@ -84,12 +84,12 @@ def test_perceptual_grows_with_the_damage() -> None:
         (torch.full((1, 3, 32, 32), torch.nan), r"in \[0, 1\]"),
     ],
 )
-def test_what_is_no_picture(images: torch.Tensor, says: str) -> None:
+def test_what_is_no_image(images: torch.Tensor, says: str) -> None:
     with pytest.raises(NextscaleError, match=says):
         features(images)
 
 
-def test_pictures_of_two_sizes_are_not_compared() -> None:
+def test_images_of_two_sizes_are_not_compared() -> None:
     with pytest.raises(NextscaleError, match="at one size"):
         perceptual(torch.rand(1, 3, 32, 32), torch.rand(1, 3, 32, 64))
 
@@ -129,7 +129,7 @@ def test_frechet_where_covariances_do_not_commute() -> None:
     assert frechet_distance(exactly(9, zero, first, 0), exactly(7, zero, second, 1)) == pytest.approx(expected)
 
 
-def test_frechet_with_fewer_pictures_than_features() -> None:
+def test_frechet_with_fewer_images_than_features() -> None:
     x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     assert frechet_distance(x, x) == pytest.approx(0, abs=1e-12)
     assert frechet_distance(x, x + 1) == pytest.approx(40, rel=1e-6)
@@ -158,7 +158,7 @@ def test_kernel_distance_is_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_distance(a, b) == pytest.approx(kernel_distance(b, a), rel=1e-12)
 
 
-def test_kernel_distance_is_unbiased_for_few_pictures() -> None:
+def test_kernel_distance_is_unbiased_for_few_images() -> None:
     generator = torch.Generator().manual_seed(0)
     noise = [torch.randn(2, 6, 4, generator=generator, dtype=torch.float64) for _ in range(4000)]
     same = torch.tensor([kernel_distance(a, b) for a, b in noise])
@@ -188,7 +188,7 @@ def shifted(d: int, s: float) -> float:
 
 @pytest.mark.parametrize("distance", [frechet_distance, kernel_distance])
 def test_what_is_no_set_of_features(distance) -> None:
-    with pytest.raises(NextscaleError, match="two pictures in each"):
+    with pytest.raises(NextscaleError, match="two images in each"):
         distance(torch.zeros(1, 4), torch.zeros(5, 4))
     with pytest.raises(NextscaleError, match=r"\[N, D\]"):
         distance(torch.zeros(3, 4), torch.zeros(5, 3))

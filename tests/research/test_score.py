@@ -31,7 +31,7 @@ def has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def picture(seed: int, size: tuple[int, int] = (32, 24)) -> Image.Image:
+def image(seed: int, size: tuple[int, int] = (32, 24)) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3))
     return Image.fromarray(pixels.astype(np.uint8))
 
@@ -39,7 +39,7 @@ def picture(seed: int, size: tuple[int, int] = (32, 24)) -> Image.Image:
 def fill(folder: Path, seed: int, names: tuple[str, ...] = NAMES) -> Path:
     for i, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        picture(seed + i).save(folder / name)
+        image(seed + i).save(folder / name)
     return folder
 
 
@@ -95,7 +95,7 @@ def test_psnr_and_ssim_are_those_of_torchmetrics() -> None:
     assert ours == pytest.approx(float(theirs[..., 5:-5, 5:-5].mean()), abs=1e-6)
 
 
-def test_equal_pictures_have_one_psnr_everywhere(folders, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_equal_images_have_one_psnr_everywhere(folders, tmp_path: Path, monkeypatch, capsys) -> None:
     fast, _ = folders
     out = tmp_path / "scores.json"
     with pytest.raises(SystemExit, match="0"):
@@ -114,8 +114,8 @@ def test_equal_pictures_have_one_psnr_everywhere(folders, tmp_path: Path, monkey
 
 def test_batches_change_nothing(folders, monkeypatch: pytest.MonkeyPatch) -> None:
     fast, plain = folders
-    picture(7, (40, 40)).save(fast / "3.png")
-    picture(8, (40, 40)).save(plain / "3.png")
+    image(7, (40, 40)).save(fast / "3.png")
+    image(8, (40, 40)).save(plain / "3.png")
     together = module.score(fast, get_metrics("psnr"), plain)[0]
     assert list(open_folder(fast).batches()) == [["2.png"], ["3.png"], ["10.png", "deep/er/1.jpg"]]
     monkeypatch.setattr(score_files, "PIXELS", 1)
@@ -124,7 +124,7 @@ def test_batches_change_nothing(folders, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_found_in_a_folder(tmp_path: Path) -> None:
     fill(tmp_path, 0, ("b.JPG", "a.jpeg", ".hidden.png", ".scratch/x.png"))
-    (tmp_path / "notes.txt").write_text("no picture")
+    (tmp_path / "notes.txt").write_text("no image")
     assert list(open_folder(tmp_path).sizes) == ["a.jpeg", "b.JPG"]
     export = fill(tmp_path / "export", 0, ("images/0/samples/0000.png", "sheet.png"))
     assert list(open_folder(export).sizes) == ["images/0/samples/0000.png", "sheet.png"]
@@ -141,7 +141,7 @@ def test_prompts(folders, tmp_path: Path) -> None:
     assert list(read_prompts(tmp_path / "p.json", folder).items()) == list(expected.items())
 
 
-def test_prompts_reach_their_pictures(folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_reach_their_images(folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast, _ = folders
     (tmp_path / "p.txt").write_text("3\n4\n5\n")
 
@@ -156,7 +156,7 @@ def test_prompts_reach_their_pictures(folders, tmp_path: Path, monkeypatch: pyte
 
 def test_sets_are_described_once_and_need_no_pairs(folders) -> None:
     fast, plain = folders
-    picture(9).save(plain / "another.png")
+    image(9).save(plain / "another.png")
     calls = []
 
     def fake(device: torch.device) -> scorers.Described:
@@ -209,7 +209,7 @@ def test_metrics_that_cannot_be(metrics: str, says: str, folders, monkeypatch, c
 
 
 def test_prompts_are_asked_for(folders) -> None:
-    with pytest.raises(NextscaleError, match="needs the prompts of the pictures: name their file with --prompts"):
+    with pytest.raises(NextscaleError, match="needs the prompts of the images: name their file with --prompts"):
         module.score(folders[0], [Metric("x", "", "prompts", True, scorers.load_psnr)])
 
 
@@ -220,26 +220,26 @@ def test_folders_that_cannot_be_scored(folders, tmp_path: Path, monkeypatch, cap
         return refused(monkeypatch, capsys, *args, "--metrics", "psnr", "--device", "cpu")
 
     (tmp_path / "empty").mkdir()
-    assert "holds no pictures" in says(tmp_path / "empty", "--reference", plain)
+    assert "holds no images" in says(tmp_path / "empty", "--reference", plain)
     assert "is not a folder" in says(tmp_path / "none", "--reference", plain)
     (plain / "10.png").rename(plain / "11.png")
     assert "plain lacks 10.png of" in says(fast, "--reference", plain)
     (fast / "10.png").unlink()
     assert "fast lacks 11.png of" in says(fast, "--reference", plain)
-    picture(0, (32, 32)).save(fast / "11.png")
+    image(0, (32, 32)).save(fast / "11.png")
     assert "11.png is 32 x 32 in" in says(fast, "--reference", plain)
-    (fast / "11.png").write_bytes(b"no picture")
-    assert "11.png is not a readable picture" in says(fast, "--reference", plain)
+    (fast / "11.png").write_bytes(b"no image")
+    assert "11.png is not a readable image" in says(fast, "--reference", plain)
     whole = (plain / "11.png").read_bytes()
     (fast / "11.png").write_bytes(whole[: len(whole) // 2])
-    assert "11.png is not a readable picture" in says(fast, "--reference", plain)
+    assert "11.png is not a readable image" in says(fast, "--reference", plain)
     assert "is a folder, not a file name" in says(fast, "--reference", plain, "--out", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("p.txt", "one\ntwo", "has 2 prompts for the 3 pictures"),
+        ("p.txt", "one\ntwo", "has 2 prompts for the 3 images"),
         ("p.json", '["one"]', "is not a JSON object"),
         ("p.json", '{"2.png": 3}', "is not a JSON object"),
         ("p.json", '{"2.png": "one"}', "has no prompt for 10.png"),

@@ -98,9 +98,9 @@ def test_the_painter_puts_the_right_color_at_the_right_place(vocabulary: dict, l
     places = ((0.25, 0.5, 0.3), (0.75, 0.25, 0.2))
     scene = scenes.Scene("pair", items, 0, "plain", (white, white), places, "a red square and a blue square")
     batch = scenes.batch_of([scene], vocabulary, lexicon)
-    picture = Painter(stand_ins(vocabulary), "cpu", 128).paint(batch)[0].add(1).mul(127.5)
+    image = Painter(stand_ins(vocabulary), "cpu", 128).paint(batch)[0].add(1).mul(127.5)
     for (x, y), color in (((32, 64), red), ((96, 32), blue), ((96, 100), white), ((5, 5), white)):
-        assert torch.allclose(picture[:, y, x], torch.tensor(colors[color]).float(), atol=1.5), (x, y)
+        assert torch.allclose(image[:, y, x], torch.tensor(colors[color]).float(), atol=1.5), (x, y)
 
 
 def test_training_computes_what_the_package_computes(vocabulary: dict) -> None:

@@ -167,11 +167,11 @@ def test_the_greedy_run_may_have_another_name(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path) -> None:
     run = CliRunner().invoke
-    picture = tmp_path / "p.png"
-    result = run(app, ["verify", str(CASE), "--picture", str(picture)])
+    image = tmp_path / "p.png"
+    result = run(app, ["verify", str(CASE), "--picture", str(image)])
     assert result.exit_code == 0
     assert "greedy.tokens" in result.output
-    assert picture.stat().st_size > 1000
+    assert image.stat().st_size > 1000
     result = run(app, ["verify", str(CASE), "--mutate"])
     assert result.exit_code == 1
     assert "NOT EQUAL" in result.output

@@ -25,7 +25,7 @@ def test_an_unknown_runtime() -> None:
 def test_graphs_without_a_gpu(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         assert make_executor("graphs", torch.device("cpu")).name == "eager"
-    assert "runtime graphs needs a CUDA GPU, not cpu; the pictures are made with runtime eager" in caplog.text
+    assert "runtime graphs needs a CUDA GPU, not cpu; the images are made with runtime eager" in caplog.text
 
 
 def test_padding_of_prompts_changes_nothing(any_pipe) -> None:
@@ -74,7 +74,7 @@ def test_out_of_memory(infinity, caplog) -> None:
     assert found.trace.to_dict()["runtime"] == "eager"
     assert "too small for runtime graphs" in caplog.text
     assert other.executor.current is None
-    sentence = r"ran out of memory for 2 pictures of \d+ tokens \(tried to allocate 2.50 gib\); allowed: fewer pictures"
+    sentence = r"ran out of memory for 2 images of \d+ tokens \(tried to allocate 2.50 gib\); allowed: fewer images"
     for once in ({"callback_on_scale_end": lambda end: None}, {"generator": torch.Generator(), "seed": None}):
         with pytest.raises(NextscaleError, match=sentence):
             ask(other, 2, **once)

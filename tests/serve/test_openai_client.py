@@ -37,7 +37,7 @@ def client(live: Live) -> Iterator[Any]:
         yield client
 
 
-def picture(item: Any) -> Image.Image:
+def image_of(item: Any) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(item.b64_json)))
 
 
@@ -51,7 +51,7 @@ def test_an_image(client: Any) -> None:
         "high",
         "512x512",
     )
-    assert picture(answer.data[0]).size == (512, 512)
+    assert image_of(answer.data[0]).size == (512, 512)
     usage, ours = answer.usage, answer.nextscale
     assert usage.input_tokens == usage.input_tokens_details.text_tokens > 0
     assert usage.input_tokens_details.image_tokens == 0
@@ -59,7 +59,7 @@ def test_an_image(client: Any) -> None:
     assert (ours["model"], ours["seeds"], ours["method"]) == ("clipart", [7], "truncate:5")
     assert ours["tokens"] == usage.output_tokens < ours["tokens_plain"]
     assert ours["seconds"] > 0 <= ours["queued"]
-    settings = json.loads(picture(answer.data[0]).text["nextscale"])
+    settings = json.loads(image_of(answer.data[0]).text["nextscale"])
     assert (settings["seed"], settings["prompt"], settings["size"]) == (7, PROMPT, "512x512")
 
 
@@ -86,9 +86,9 @@ def test_every_field(client: Any) -> None:
     assert (answer.output_format, answer.safety_identifier, answer.size) == ("webp", "abc", SIZE)
     assert answer.nextscale["seeds"] == [5, 6]
     assert answer.nextscale["method"] == "truncate:3"
-    pictures = [picture(item) for item in answer.data]
-    assert [(p.format, p.size) for p in pictures] == [("WEBP", (128, 128))] * 2
-    assert pictures[0].tobytes() != pictures[1].tobytes()
+    images = [image_of(item) for item in answer.data]
+    assert [(p.format, p.size) for p in images] == [("WEBP", (128, 128))] * 2
+    assert images[0].tobytes() != images[1].tobytes()
 
 
 def test_an_image_depends_on_its_seed_alone(client: Any) -> None:
@@ -177,7 +177,7 @@ def test_stream(client: Any, partial: int) -> None:
     events = list(client.images.generate(**options, stream=True, partial_images=partial, output_format="jpeg"))
     check_stream(events, partial)
     assert len(events) == partial + 1
-    assert [picture(e).format for e in events] == ["JPEG"] * len(events)
+    assert [image_of(e).format for e in events] == ["JPEG"] * len(events)
     once = client.images.generate(**options, output_format="jpeg")
     assert once.data[0].b64_json == events[-1].b64_json
     assert not any(hasattr(e, "nextscale") for e in events[:-1])
@@ -208,7 +208,7 @@ def test_previews_of_all_scales(client: Any) -> None:
         assert len(base64.b64decode(ours["computed"])) == height * width
         assert ours["seconds"] > 0
         assert ours["scale"] <= ours["scales"]
-        assert picture(event).width > 0
+        assert image_of(event).width > 0
     for entry, event in zip(done["scales"][:-1], events[:-1], strict=True):
         assert entry["grid"] == event.nextscale["grid"]
         assert base64.b64decode(entry["computed"]) == base64.b64decode(event.nextscale["computed"])

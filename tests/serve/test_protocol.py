@@ -1,4 +1,4 @@
-"""The border: what a body may say, in which sentence the rest is refused, and which bytes a picture has."""
+"""The border: what a body may say, in which sentence the rest is refused, and which bytes an image has."""
 
 from __future__ import annotations
 
@@ -242,14 +242,14 @@ def finished(pixels: np.ndarray) -> Finished:
     return Finished(0, lambda: pixels, 7, "none", 10, 20, 1, 0.1, 0.0)
 
 
-def test_a_picture_holds_its_settings_and_no_time(model: ServedModel) -> None:
+def test_an_image_holds_its_settings_and_no_time(model: ServedModel) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (64, 48, 3), dtype=np.uint8)
     asked = read({"prompt": "ein Füchslein \U0001f98a\0", "seed": 7, "guidance_scale": 3.5}, model)
     data = encode(asked, finished(pixels))
     assert data == encode(asked, finished(pixels.copy()))
-    picture = Image.open(io.BytesIO(data))
-    assert np.array_equal(np.asarray(picture), pixels)
-    assert json.loads(picture.text["nextscale"]) == {
+    image = Image.open(io.BytesIO(data))
+    assert np.array_equal(np.asarray(image), pixels)
+    assert json.loads(image.text["nextscale"]) == {
         "nextscale": __version__,
         "model": "tiny",
         "prompt": "ein Füchslein \U0001f98a\0",
@@ -269,8 +269,8 @@ def test_formats_and_compression(model: ServedModel) -> None:
         for compression in (0, 50, None, 100):
             content = {"prompt": "a", "output_format": output_format, "output_compression": compression}
             data = encode(read(content, model), finished(pixels))
-            picture = Image.open(io.BytesIO(data))
-            assert (picture.format, picture.size) == (output_format.upper(), (48, 64))
+            image = Image.open(io.BytesIO(data))
+            assert (image.format, image.size) == (output_format.upper(), (48, 64))
             sizes.append(len(data))
         assert sizes == sorted(sizes)
         assert len(set(sizes)) == 4

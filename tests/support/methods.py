@@ -20,7 +20,7 @@ try:
 except ImportError:  # the GPU machine has none; `make test` installs it
     jsonschema = None
 
-# A decision like those that SkipVAR fits, for pictures of tiny models.
+# A decision like those that SkipVAR fits, for images of tiny models.
 DECISION = str(DATA / "skipvar_decision.json")
 METHODS = {
     "skipvar": SkipVAR(DECISION, at=0.5),

@@ -45,9 +45,9 @@ def _watch_decoder(context: PolicyContext, recording: Recording) -> PolicyContex
     inner = context.decode
 
     def decode(features):
-        pictures = inner(features)
-        recording.previews.append((array(features), array(pictures)))
-        return pictures
+        images = inner(features)
+        recording.previews.append((array(features), array(images)))
+        return images
 
     return dataclasses.replace(context, decode=decode)
 

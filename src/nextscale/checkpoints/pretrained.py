@@ -156,7 +156,7 @@ def _check_published_pair(weights: Path, tokenizer: Path, spec: ModelSpec) -> No
             f"{tokenizer} is not the tokenizer of {spec.name}, though its shapes fit: pass vae= with {wanted}"
         )
     logger.warning(
-        "%s was published with the tokenizer %s; with %s pictures are right only if %s was trained with it",
+        "%s was published with the tokenizer %s; with %s images are right only if %s was trained with it",
         spec.name,
         wanted,
         tokenizer.name,

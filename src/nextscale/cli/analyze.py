@@ -31,7 +31,7 @@ def analyze(
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The folder for pictures and data.")] = Path("analysis"),
+    out: Annotated[Path, typer.Option(help="The folder for images and data.")] = Path("analysis"),
     figures: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +50,7 @@ def analyze(
     report: Annotated[Path | None, typer.Option(help="One HTML page with all figures.", show_default=False)] = None,
     model: Model = None,
     weights: Weights = None,
-    seed: Annotated[int, typer.Option(help="Of all pictures.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
     aspect_ratio: AspectRatio = None,
     pixel_budget: PixelBudget = None,
     vae: Vae = None,

@@ -53,8 +53,8 @@ def compare(
     ] = None,
     preset: Preset = None,
     set_: Settings = [],  # noqa: B006
-    seed: Annotated[int, typer.Option(help="Of all pictures.")] = 0,
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("compare.png"),
+    seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
+    out: Annotated[Path, typer.Option(help="The image.")] = Path("compare.png"),
     json_: Annotated[Path | None, typer.Option("--json", help="Write the table as JSON.", show_default=False)] = None,
     aspect_ratio: AspectRatio = None,
     pixel_budget: PixelBudget = None,
@@ -63,7 +63,7 @@ def compare(
     device: Device = None,
     revision: Revision = None,
 ) -> None:
-    """Make a picture without and with methods; draw the pictures, their differences and where each computed."""
+    """Make an image without and with methods; draw the images, their differences and where each computed."""
     from nextscale.io.images import image_paths
     from nextscale.io.writing import as_json, atomic_write, require_writable
     from nextscale.research.analyze.comparison import draw_comparison

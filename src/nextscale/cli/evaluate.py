@@ -23,10 +23,10 @@ app = typer.Typer(help="Measure methods: quality and cost in one table.", no_arg
 Out = Annotated[Path, typer.Option(help="The folder of results; a run that was stopped goes on in it.")]
 Quick = Annotated[bool, typer.Option("--quick", help="4 prompts of each task, one seed: minutes on a CPU.")]
 Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of each task. Default: all 60.")]
-Seeds = Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")]
-Batch = Annotated[int, typer.Option(min=1, help="Pictures at a time; seconds are per picture of such a batch.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Images of each prompt.")]
+Batch = Annotated[int, typer.Option(min=1, help="Images at a time; seconds are per image of such a batch.")]
 Reference = Annotated[
-    bool, typer.Option(help="Also as many plain pictures of other seeds, for Fréchet and kernel distance.")
+    bool, typer.Option(help="Also as many plain images of other seeds, for Fréchet and kernel distance.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No bars.")]
 QUICK = 4  # prompts of each task
@@ -111,7 +111,7 @@ def sweep(
         if so_far:
             bench.items = bench.items[: bench.complete_items(asked, reference)]
             if not bench.items:
-                raise NextscaleError(f"{out} holds no picture that all methods have drawn yet")
+                raise NextscaleError(f"{out} holds no image that all methods have drawn yet")
         require_start(bench.pipe, asked, **bench.size)
         report = EvaluationReport(bench.items, bench.run(asked, reference, False if quiet else None), cost)
         # A curve begins where nothing is left out.
@@ -119,7 +119,7 @@ def sweep(
         rows = report.rows(others)
         session.save(bench, asked, report, rows)
         qualities = ("scenes", "psnr", "perceptual") if bench.with_features else ("scenes", "psnr", "ssim")
-        title = f"{bench.pipe.spec.name}, {len(bench.items)} pictures, {bench.pipe.device.type}"
+        title = f"{bench.pipe.spec.name}, {len(bench.items)} images, {bench.pipe.device.type}"
         draw_curves(rows, plan.curves, out / "curve.png", cost, qualities, title)
         where = f"nextscale eval sweep {name} --cost {cost}: {title}"
         write_presets(out / "presets", presets(rows, asked, cost, bench.pipe.spec.name, where))
@@ -193,7 +193,7 @@ def _print(rows: Any, bench: Any, cost: str, others: dict[str, Any]) -> None:
         table.add_row(*cells)
     console().print(table)
     where = f"{bench.pipe.device.type}, batch {bench.batch}, {bench.pipe.dtype}".replace("torch.", "")
-    typer.echo(f"{len(bench.items)} pictures of {bench.pipe.spec.name} on {where}; speed = plain seconds / seconds")
+    typer.echo(f"{len(bench.items)} images of {bench.pipe.spec.name} on {where}; speed = plain seconds / seconds")
     if bench.skipped:
         typer.echo(f"{len(bench.skipped)} prompts were skipped; {session.RESULTS} lists them")
     if not bench.with_features:

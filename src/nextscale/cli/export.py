@@ -24,7 +24,7 @@ from nextscale.cli.options import (
 
 def export(
     benchmark: Annotated[str, typer.Argument(help="geneval, dpg, mjhq, imagereward, hpsv2 or imagenet.")],
-    out: Annotated[Path, typer.Option(help="The folder; pictures go into its `images`, manifest.json beside.")],
+    out: Annotated[Path, typer.Option(help="The folder; its `images` gets the images, manifest.json lies beside.")],
     prompts: Annotated[
         Path | None, typer.Option(help="The official prompt file or folder; imagenet needs none.", show_default=False)
     ] = None,
@@ -36,7 +36,7 @@ def export(
     shard: Annotated[str, typer.Option(help="i/n: only the i-th of n parts, from 1.")] = "1/1",
     resume: Annotated[bool, typer.Option("--resume", help="Make what is missing in a folder begun before.")] = False,
     skip_bad: SkipBad = False,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 1,
     images: Annotated[int | None, typer.Option(min=1, help="Per prompt. Default: the official number.")] = None,
     seed: Annotated[int, typer.Option(help="The first; docs/benchmarks.md has the rule.")] = 0,
     guidance_scale: Annotated[float | None, typer.Option(help="Default: what the authors use.")] = None,
@@ -52,7 +52,7 @@ def export(
     revision: Revision = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no summary.")] = False,
 ) -> None:
-    """Write the pictures of a benchmark as its official scorer reads them."""
+    """Write the images of a benchmark as its official scorer reads them."""
     from nextscale.research.export.folder import ExportFolder
     from nextscale.research.export.plan import ExportPlan, Shard
     from nextscale.research.export.run import export as run
@@ -67,7 +67,7 @@ def export(
     pipe = load_pipeline(
         model, weights, device, dtype, vae=vae, text_encoder=text_encoder, revision=revision, progress_bar=show
     )
-    pipe.progress_bar = False  # one bar for all pictures, not one for each
+    pipe.progress_bar = False  # one bar for all images, not one for each
     done = run(
         pipe,
         plan,
@@ -86,11 +86,11 @@ def export(
     )
     if quiet:
         return
-    typer.echo(f"made {done.made} pictures; {done.manifest} says how")
+    typer.echo(f"made {done.made} images; {done.manifest} says how")
     if done.skipped:
         typer.echo(f"{done.skipped} prompts were skipped, so no score will be that of the whole benchmark")
     if done.missing:
-        typer.echo(f"{done.missing} pictures of other shards are not here yet")
+        typer.echo(f"{done.missing} images of other shards are not here yet")
         return
     typer.echo("score them in a clone of the official repository (docs/benchmarks.md):")
     for line in done.commands:

@@ -36,9 +36,9 @@ def generate(
     prompt: Prompt,
     model: Model = None,
     weights: Weights = None,
-    seed: Annotated[int, typer.Option(help="The i-th picture gets seed + i.")] = 0,
-    out: Annotated[Path, typer.Option(help="The picture; several are numbered FILE-0, FILE-1, ...")] = Path("out.png"),
-    images: Annotated[int, typer.Option(min=1, max=MAX_IMAGES, help="Pictures of the prompt.")] = 1,
+    seed: Annotated[int, typer.Option(help="The i-th image gets seed + i.")] = 0,
+    out: Annotated[Path, typer.Option(help="The image; several are numbered FILE-0, FILE-1, ...")] = Path("out.png"),
+    images: Annotated[int, typer.Option(min=1, max=MAX_IMAGES, help="Images of the prompt.")] = 1,
     negative_prompt: Annotated[
         str | None, typer.Option(help="What it should not show; not for VAR.", show_default=False)
     ] = None,
@@ -61,7 +61,7 @@ def generate(
     runtime: Annotated[
         str,
         typer.Option(
-            help="eager, compiled or graphs; for one picture eager starts fastest.",
+            help="eager, compiled or graphs; for one image eager starts fastest.",
             autocompletion=complete.one_of(complete.RUNTIMES),
         ),
     ] = "eager",
@@ -69,7 +69,7 @@ def generate(
     offload: Annotated[str | None, typer.Option(help="text: the text encoder rests on the host.")] = None,
     revision: Revision = None,
     preview: Annotated[
-        Path | None, typer.Option(help="Write the picture as it is after every scale into this folder.")
+        Path | None, typer.Option(help="Write the image as it is after every scale into this folder.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write what was computed where, as JSON.")] = None,
     animate: Annotated[
@@ -81,7 +81,7 @@ def generate(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no summary.")] = False,
 ) -> None:
-    """Make pictures of a prompt."""
+    """Make images of a prompt."""
     from nextscale.io.animation import Film, animation_path, save_animation
     from nextscale.io.images import Previews, image_paths, save_all
     from nextscale.io.writing import require_writable
@@ -90,7 +90,7 @@ def generate(
         raise NextscaleError("--beside-plain is for an animation; give --animate FILE.webp too")
     if animate is not None:
         if images != 1:
-            raise NextscaleError(f"--animate shows one picture; --images must be 1 with it, not {images}")
+            raise NextscaleError(f"--animate shows one image; --images must be 1 with it, not {images}")
         for name, path in (("--out", out), ("--trace", trace)):
             if path is not None and path.absolute() == animate.absolute():
                 raise NextscaleError(f"--animate and {name} name the same file, {animate}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nextscale.methods import Method
     from nextscale.pipeline import Pipeline
 
-Prompt = Annotated[str, typer.Argument(help="What the picture shows, or a class number for VAR.")]
+Prompt = Annotated[str, typer.Argument(help="What the image shows, or a class number for VAR.")]
 PixelBudget = Annotated[
     str | None,
     typer.Option(

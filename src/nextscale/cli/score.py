@@ -9,26 +9,24 @@ from nextscale.cli.options import console, default_device
 
 
 def score(
-    folder: Annotated[Path, typer.Argument(help="Pictures (.png, .jpg), also in folders below, or an export.")],
+    folder: Annotated[Path, typer.Argument(help="Images (.png, .jpg), also in folders below, or an export.")],
     metrics: Annotated[
         str,
         typer.Option(
-            help="psnr, ssim, perceptual, lpips (to the same picture in --reference); frechet, kernel, fid, kid "
-            "(to all pictures in --reference); clip, imagereward, hpsv2 (to --prompts). Several as a,b."
+            help="psnr, ssim, perceptual, lpips (to the same image in --reference); frechet, kernel, fid, kid "
+            "(to all images in --reference); clip, imagereward, hpsv2 (to --prompts). Several as a,b."
         ),
     ],
     reference: Annotated[Path | None, typer.Option(help="The folder to compare with.", show_default=False)] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            help="A .json file {picture: prompt}, or a text file with a line per picture.", show_default=False
-        ),
+        typer.Option(help="A .json file {image: prompt}, or a text file with a line per image.", show_default=False),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write all values as JSON.", show_default=False)] = None,
     device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no table.")] = False,
 ) -> None:
-    """Score a folder of pictures."""
+    """Score a folder of images."""
     from nextscale.io.writing import as_json, atomic_write, require_writable
     from nextscale.research.evaluate.score import score as compute
     from nextscale.research.evaluate.score_metrics import get_metrics
@@ -50,7 +48,7 @@ def score(
         return
     from rich.table import Table
 
-    table = Table("metric", "value", "95 % interval", "better", "pictures", "what", box=None, pad_edge=False)
+    table = Table("metric", "value", "95 % interval", "better", "images", "what", box=None, pad_edge=False)
     for s in scores:
         between = "-" if s.interval is None else f"{s.interval[0]:.4g} to {s.interval[1]:.4g}"
         count = str(s.images) if s.interval is not None else f"{s.images} and {s.references}"

@@ -15,7 +15,7 @@ def verify(
     case: Annotated[Path, typer.Argument(help="Folder with config.json, state, vae and io .safetensors.")],
     mutate: Annotated[bool, typer.Option("--mutate", help="Change one weight first; must then fail.")] = False,
     device: Annotated[str, typer.Option(help="Where our side runs; the recordings are from a CPU.")] = "cpu",
-    picture: Annotated[Path | None, typer.Option(help="Draw the decoded pictures of every run.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the decoded images of every run.")] = None,
 ) -> None:
     """Play recorded runs of the official code and compare number by number.
 

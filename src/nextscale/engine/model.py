@@ -97,4 +97,4 @@ class Model:
         """Complain if decoded images are not."""
         if not finite:
             cause = cause_of_nan(self.tokenizer, "the feature map")
-            raise NextscaleError(f"the decoded picture is not finite: {cause}")
+            raise NextscaleError(f"the decoded image is not finite: {cause}")

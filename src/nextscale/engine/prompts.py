@@ -119,7 +119,7 @@ def read_text(
         raise NextscaleError("give either a negative_prompt or negative_prompt_embeds, not both")
     prompts = None if prompt is None else read_strings(prompt, "prompt")
     if prompts is not None and any(not p.strip() for p in prompts):
-        raise NextscaleError("the prompt is empty; say what the picture should show")
+        raise NextscaleError("the prompt is empty; say what the image should show")
     features = None if embeds is None else _features(embeds, "prompt_embeds", config)
     count = len(prompts or features or ())
     if not count:

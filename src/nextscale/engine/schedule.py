@@ -93,7 +93,7 @@ def only_square(sides: Sequence[int], size: Size, stride: int) -> Schedule:
     side = sides[-1] * stride
     asked = (side if size.height is None else size.height, side if size.width is None else size.width)
     if asked != (side, side) or size.aspect_ratio not in (None, 1) or size.pixel_budget is not None:
-        raise NextscaleError(f"this model makes pictures of {side}x{side} only")
+        raise NextscaleError(f"this model makes images of {side}x{side} only")
     return Schedule.squares(sides)
 
 

@@ -29,7 +29,7 @@ FIRST, LAST, FINISHED = 150, 800, 2200  # milliseconds: tiny scales pass fast, t
 class Snapshot:
     """An image after one scale."""
 
-    picture: Image.Image
+    image: Image.Image
     computed: np.ndarray  # the share of layers that computed each cell, [h, w]
     tokens: float  # computed up to here, as a share of all that a plain run computes
 
@@ -47,19 +47,19 @@ class Panel:
 class Film:
     """A callback of the pipeline that keeps the first image as it is after every scale."""
 
-    pictures: dict[int, Image.Image] = field(default_factory=dict)
+    images: dict[int, Image.Image] = field(default_factory=dict)
 
     def __call__(self, end: ScaleEnd) -> None:
-        self.pictures[end.scale.index] = to_pil(end.decode()[:1])[0]
+        self.images[end.scale.index] = to_pil(end.decode()[:1])[0]
 
     def panel(self, title: str, output: Output) -> Panel:
         trace, finished = output.trace, output.images[0]
         counts = trace.to_dict()["images"][0]
-        picture, tokens, snapshots = Image.new("RGB", finished.size), 0, []
+        image, tokens, snapshots = Image.new("RGB", finished.size), 0, []
         for index, scale in enumerate(counts["scales"]):
-            picture = self.pictures.get(index, picture)  # a scale that is left out changes nothing
+            image = self.images.get(index, image)  # a scale that is left out changes nothing
             tokens += scale["rows"] * sum(layer["kept"] for layer in scale["layers"])
-            snapshots.append(Snapshot(picture, trace.computed(0, index + 1), tokens / counts["row_tokens_full"]))
+            snapshots.append(Snapshot(image, trace.computed(0, index + 1), tokens / counts["row_tokens_full"]))
         return Panel(title, snapshots, finished)
 
 
@@ -93,26 +93,26 @@ def _frame(panels: Sequence[Panel], index: int | None) -> Image.Image:
     for place, panel in enumerate(panels):
         left = MARGIN + place * pitch
         snapshot = panel.snapshots[-1 if index is None else index]
-        picture = panel.finished if index is None else snapshot.picture
-        picture = picture.resize((width, height), Image.Resampling.LANCZOS)
+        image = panel.finished if index is None else snapshot.image
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
         if index is None:
             below = "finished", f"{_percent(snapshot.tokens)} of the tokens of a plain run"
         else:
             h, w = snapshot.computed.shape
             below = f"scale {index + 1} of {len(panel.snapshots)}: {h}x{w} cells", _described(snapshot.computed)
-            picture = _shaded(picture, snapshot.computed)
-        frame.paste(picture, (left + (SIDE - width) // 2, HEAD))
+            image = _shaded(image, snapshot.computed)
+        frame.paste(image, (left + (SIDE - width) // 2, HEAD))
         _caption(ImageDraw.Draw(frame), left, HEAD + height, panel.title, snapshot.tokens, below)
     return frame
 
 
-def _shaded(picture: Image.Image, computed: np.ndarray) -> Image.Image:
+def _shaded(image: Image.Image, computed: np.ndarray) -> Image.Image:
     """Darken the cells that were not computed."""
     if not computed.any():
-        return picture  # a scale that is left out hides nothing
+        return image  # a scale that is left out hides nothing
     shade = Image.fromarray((255 * SHADED * (1 - computed)).astype(np.uint8))
-    dark = Image.new("RGB", picture.size, SHADE)
-    return Image.composite(dark, picture, shade.resize(picture.size, Image.Resampling.NEAREST))
+    dark = Image.new("RGB", image.size, SHADE)
+    return Image.composite(dark, image, shade.resize(image.size, Image.Resampling.NEAREST))
 
 
 def _described(computed: np.ndarray) -> str:

@@ -34,7 +34,7 @@ def to_bytes(images: Tensor) -> Tensor:
 
 def from_pil(images: Image.Image | Sequence[Image.Image]) -> Tensor:
     """Convert PIL images to [B, 3, H, W] in [-1, 1]."""
-    allowed = "a picture (PIL) or a list of them"
+    allowed = "a PIL image or a list of them"
     pil_images = [images] if isinstance(images, Image.Image) else read_list(images, "images", allowed)
     for image in pil_images:
         if not isinstance(image, Image.Image):

@@ -139,7 +139,7 @@ class SkipVARPolicy(Policy):
 
     def _decide(self, features: Tensor, ctx: ScaleContext) -> None:
         assert self.old is not None
-        new, old = self._picture(features), self._picture(self.old)
+        new, old = self._preview(features), self._preview(self.old)
         values = torch.stack((gradient_change(new, old), high_frequency_share(new)), dim=1).tolist()
         last = len(self.context.schedule)
         if self.context.warmup is not None:
@@ -154,7 +154,7 @@ class SkipVARPolicy(Policy):
                 self.unguided_from[image] = max(last - free, self.decides + 1)
         self.old = None
 
-    def _picture(self, features: Tensor) -> Tensor:
+    def _preview(self, features: Tensor) -> Tensor:
         """A small decoded image of the map so far."""
         assert self.context.decode is not None
         factor = features.shape[-2] // self.context.schedule.last[0]  # latent cells per token

@@ -44,9 +44,9 @@ def with_enough_memory(
 
 def out_of_memory(error: Exception, images: int, schedule: Schedule) -> OutOfMemory:
     asked = re.search(r"Tried to allocate [\d.]+ \w+", str(error))
-    pictures = "a picture" if images == 1 else f"{images} pictures"
+    batch = "an image" if images == 1 else f"{images} images"
     return OutOfMemory(
-        f"the device ran out of memory for {pictures} of {schedule.tokens} tokens"
+        f"the device ran out of memory for {batch} of {schedule.tokens} tokens"
         f"{' (' + asked.group().lower() + ')' if asked else ''}; "
-        "allowed: fewer pictures at once, a smaller size, dtype bfloat16, a method that drops tokens"
+        "allowed: fewer images at once, a smaller size, dtype bfloat16, a method that drops tokens"
     )

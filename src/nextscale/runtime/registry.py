@@ -26,7 +26,7 @@ def make_executor(runtime: str, device: torch.device) -> Executor:
     check_runtime(runtime)
     missing = why_missing(runtime, device)
     if missing:
-        logger.warning("runtime %s needs %s; the pictures are made with runtime eager", runtime, missing)
+        logger.warning("runtime %s needs %s; the images are made with runtime eager", runtime, missing)
         return Eager()
     return RUNTIMES[runtime]()
 

@@ -65,7 +65,7 @@ class CallShape:
     def __str__(self) -> str:
         what = [f"{k} {v}" for k, v in self.size.items()] or ["the model's own size"]
         method = "no method" if self.method is None else format_method(self.method)
-        images = "1 picture" if self.images == 1 else f"{self.images} pictures"
+        images = "1 image" if self.images == 1 else f"{self.images} images"
         return f"{images}, {', '.join(what)}, {method}"
 
 

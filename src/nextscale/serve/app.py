@@ -42,7 +42,7 @@ PAGE_HEADERS = {
     "script-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-ENCODERS = 8  # pictures that are fetched from the device and encoded at once
+ENCODERS = 8  # images that are fetched from the device and encoded at once
 EXPOSED = ["x-request-id", "retry-after", "retry-after-ms"]
 
 

@@ -32,7 +32,7 @@ MAX_LABEL = 256  # characters of what is only echoed, and of names
 MAX_SEED = 2**63 - 1
 MAX_DIGITS = 400  # of a number: reading a longer one takes time
 RANDOM_SEEDS = 2**32  # short enough to be copied, and exact in JavaScript
-QUALITY = 90  # of a lossy picture, if none is asked for
+QUALITY = 90  # of a lossy image, if none is asked for
 QUALITIES = ("low", "medium", "high", "xhigh", "max", "auto", "standard", "hd")
 NEW_QUALITIES = {"standard": "high", "hd": "xhigh"}  # the answer's types lack the old names
 PNG_KEYWORD = "nextscale"
@@ -356,19 +356,19 @@ def _base64(cells: np.ndarray) -> str:
 
 
 def encode(request: CheckedRequest, event: Finished | Preview) -> bytes:
-    """The picture as a file. The same picture and settings give the same bytes."""
-    picture, file = Image.fromarray(event.pixels()), io.BytesIO()
+    """The image as a file. The same image and settings give the same bytes."""
+    image, file = Image.fromarray(event.pixels()), io.BytesIO()
     if request.output_format != "png":
-        picture.save(file, request.output_format, quality=max(1, request.compression))
+        image.save(file, request.output_format, quality=max(1, request.compression))
     elif isinstance(event, Preview):
-        picture.save(file, "png", compress_level=1)
+        image.save(file, "png", compress_level=1)
     else:
-        picture.save(file, "png", pnginfo=_settings(request, event))
+        image.save(file, "png", pnginfo=_settings(request, event))
     return file.getvalue()
 
 
 def _settings(request: CheckedRequest, event: Finished) -> PngImagePlugin.PngInfo:
-    """What made the picture, for whoever finds the file."""
+    """What made the image, for whoever finds the file."""
     content = {
         "nextscale": __version__,
         "model": request.job.model,

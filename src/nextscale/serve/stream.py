@@ -60,7 +60,7 @@ class EventQueue:
 
 
 class Answer:
-    """What becomes of a request. Pictures are fetched from the device and encoded in threads of `encoders`."""
+    """What becomes of a request. Images are fetched from the device and encoded in threads of `encoders`."""
 
     def __init__(
         self, request: Request, asked: CheckedRequest, engine: Engine, encoders: anyio.CapacityLimiter

@@ -38,7 +38,7 @@ class Recording:
     softmax_scale: float
     head: dict  # weight, bias, eps, rms, and per row: scale, shift
     context: int = 0  # tokens in front of the first scale
-    previews: list = field(default_factory=list)  # (maps given to the decoder, pictures)
+    previews: list = field(default_factory=list)  # (maps given to the decoder, images)
 
     def keys_seen(self, t: int, layer: int, image: int, kept: dict) -> np.ndarray:
         """Keys [H, S, D] that scale t sees: of every scale so far those of the kept cells; `kept` counts them."""

@@ -7,8 +7,8 @@ import numpy as np
 from .maths import Margins, Recording, resize
 
 
-def picture_features(new: np.ndarray, old: np.ndarray) -> tuple[float, float]:
-    """A: how much the Sobel gradients changed. B: the share of amplitudes outside a disc. Pictures [3, H, W]."""
+def image_features(new: np.ndarray, old: np.ndarray) -> tuple[float, float]:
+    """A: how much the Sobel gradients changed. B: the share of amplitudes outside a disc. Images [3, H, W]."""
     change = np.abs(_gradient(new.mean(0)) - _gradient(old.mean(0))).mean()
     gray = new.mean(0)
     h, w = gray.shape
@@ -32,20 +32,20 @@ class Skip:
         self.margins = Margins()
         last = len(run.scales)
         # The recorded previews are of all images: the newer map first or not, whatever the maps say.
-        self.features = picture_features(*(self._preview(run, image, t, preview) for t in (decides, decides - 1)))
+        self.features = image_features(*(self._preview(run, image, t, preview) for t in (decides, decides - 1)))
         left_out = self._stage(decision["skip"])
         unguided = self._stage(decision["uncond"]) if left_out == 0 and decision.get("uncond") else 0
         self.stop = max(last - left_out, decides + 1)
         self.unguided = max(last - unguided, decides + 1)
 
     def _preview(self, run: Recording, image: int, t: int, size: tuple[int, int]) -> np.ndarray:
-        """The decoded picture of the map after scale t, found among the recorded ones by what was decoded."""
+        """The decoded image of the map after scale t, found among the recorded ones by what was decoded."""
         full = run.scales[t].features[image]
         cells = full.reshape(len(full), -1).T
         small = resize(cells, full.shape[1:], size, "bilinear").T.reshape(len(full), *size)
-        for maps, pictures in run.previews:
+        for maps, images in run.previews:
             if maps.shape[2:] == size and np.abs(maps[image] - small).max() < 1e-4:
-                return pictures[image]
+                return images[image]
         raise AssertionError(f"no preview of scale {t + 1} was decoded")
 
     def _stage(self, stage: dict) -> int:

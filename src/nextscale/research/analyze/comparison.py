@@ -16,7 +16,7 @@ def draw_comparison(plain: Output, fast: Output, prompt: str, path: Path) -> str
     seconds = [run.trace.seconds["total"] for run in (plain, fast)]
     share = fast.trace.share()
     a, b = from_pil(plain.images[:1]), from_pil(fast.images[:1])
-    quality = "the same picture" if a.equal(b) else f"PSNR against the plain picture {float(psnr(a, b)):.1f} dB"
+    quality = "the same image" if a.equal(b) else f"PSNR against the plain image {float(psnr(a, b)):.1f} dB"
     name = fast.trace.header["method"]["name"]
     scales = len(fast.trace.schedule)  # columns of maps
     figure = pyplot.figure(figsize=(11, 7.6), facecolor="white")

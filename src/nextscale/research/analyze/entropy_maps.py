@@ -43,5 +43,5 @@ def draw(data: Data, path: Path) -> None:
                 below, maps[scale], f"{rows}×{cells}, mean {mean:.1f}", vmin=0, vmax=high, cmap=style.CMAP
             )
     style.colorbar(figure, mappable, grid, "entropy of a token, nats", aspect=40)
-    style.set_title(figure, "The picture after every scale, and the entropy of that scale's tokens", data)
+    style.set_title(figure, "The image after every scale, and the entropy of that scale's tokens", data)
     style.save(figure, path)

@@ -49,7 +49,7 @@ _ALL = (
         "heatmaps",
         "Entropy maps per scale",
         "NOVA, Figure 3",
-        "Above, the picture decoded after each scale; below, how uncertain the model was about each of its tokens "
+        "Above, the image decoded after each scale; below, how uncertain the model was about each of its tokens "
         "(conditional prediction, one color scale for all maps).",
         lambda s: entropy_maps.measure(s.watched),
         entropy_maps.draw,
@@ -67,7 +67,7 @@ _ALL = (
         "spectra",
         "Frequency spectra per scale",
         "NOVA, Figure 4a",
-        "Amplitude spectrum of the picture decoded after every scale (center = low frequencies), and its mean over "
+        "Amplitude spectrum of the image decoded after every scale (center = low frequencies), and its mean over "
         "circles.",
         lambda s: spectra.measure(s.watched),
         spectra.draw,
@@ -101,9 +101,9 @@ _ALL = (
     ),
     Figure(
         "change",
-        "Change of the picture per scale",
+        "Change of the image per scale",
         "SparseVAR, Figure 2",
-        "What the last scales change in the decoded picture: flat regions stay as they are.",
+        "What the last scales change in the decoded image: flat regions stay as they are.",
         lambda s: image_change.measure(s.watched),
         image_change.draw,
     ),

@@ -47,10 +47,8 @@ def draw(data: Data, path: Path) -> None:
         style.show_image(column[0], image, f"after scale {scale} ({rows}×{cells})")
         still = f"mean {100 * data['mean'][scale - 2]:.2f} %, {100 * data['flat'][scale - 2]:.0f} % still"
         mappable = style.show_image(column[1], change, still, vmin=0, vmax=high, cmap=style.DIFFERENCE_CMAP)
-    grid[0][0].set_ylabel("picture", fontsize=10)
+    grid[0][0].set_ylabel("image", fontsize=10)
     grid[1][0].set_ylabel("change by the scale", fontsize=10)
     style.colorbar(figure, mappable, list(grid[1]), aspect=14)
-    style.set_title(
-        figure, "What each scale changes in the picture (still: pixels that change by less than 1/255)", data
-    )
+    style.set_title(figure, "What each scale changes in the image (still: pixels that change by less than 1/255)", data)
     style.save(figure, path)

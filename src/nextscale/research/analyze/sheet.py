@@ -43,7 +43,7 @@ def draw_sheet(results: Sequence[MethodResult], prompt: str | int, path: Path) -
                 column[1], factor * differences[m.name], likeness(m), vmin=0, vmax=1, cmap=style.DIFFERENCE_CMAP
             )
             shares = overlay(column[2], m)
-        for axes, text in zip(rows[:, 0], ("picture", "difference to plain", "computed tokens"), strict=True):
+        for axes, text in zip(rows[:, 0], ("image", "difference to plain", "computed tokens"), strict=True):
             axes.set_ylabel(text, fontsize=10)
         bar = figure.colorbar(changes, ax=list(rows[1]), ticks=[0, 1], aspect=12, pad=0.01)
         bar.ax.set_yticklabels(["0", f"≥ {_percent(1 / factor)}"], fontsize=9)
@@ -53,7 +53,7 @@ def draw_sheet(results: Sequence[MethodResult], prompt: str | int, path: Path) -
     figure.supxlabel(
         f"difference: mean over the colors of |method − plain|, amplified {factor} times; "
         "computed: share of layers and scales\nin which a cell was computed, scales weighted by their tokens, "
-        "over the picture in grey",
+        "over the image in grey",
         fontsize=9,
     )
     style.save(figure, path)
@@ -68,7 +68,7 @@ def headline(m: MethodResult) -> str:
 def likeness(m: MethodResult) -> str:
     if m.name == PLAIN:
         return "(reference)"
-    return "the same picture" if m.same else f"PSNR {m.psnr:.1f} dB, SSIM {m.ssim:.3f}"
+    return "the same image" if m.same else f"PSNR {m.psnr:.1f} dB, SSIM {m.ssim:.3f}"
 
 
 def difference(a: Image.Image, b: Image.Image) -> np.ndarray:

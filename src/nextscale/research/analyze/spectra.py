@@ -66,7 +66,7 @@ def draw(data: Data, path: Path) -> None:
 
     grid, mappable = style.show_grid(upper, rows, show)
     style.colorbar(upper, mappable, grid, "log10 amplitude")
-    style.set_title(upper, "Spectrum of the picture after every scale", data)
+    style.set_title(upper, "Spectrum of the image after every scale", data)
     _curves(lower.subplots(), data)
     style.save(figure, path)
 

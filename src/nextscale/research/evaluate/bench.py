@@ -81,7 +81,7 @@ class Bench:
     ) -> dict[str, Cell]:
         """Run every method, under its name; `reference` adds plain images of other seeds."""
         cells: dict[str, list[Cell]] = {name: [] for name in (*methods, *["reference"] * reference)}
-        with bar("pictures", len(self.items) * len(cells), show) as advance:
+        with bar("images", len(self.items) * len(cells), show) as advance:
             for number, part in enumerate(self.batches()):
                 plain: Tensor | None = None
                 # The plain run first: it was timed, and the others are compared with its images.

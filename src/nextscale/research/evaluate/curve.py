@@ -15,10 +15,10 @@ COLORS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LABELS = {
     "scenes": "scenes score",
-    "psnr": "PSNR to the plain picture, dB",
-    "ssim": "SSIM to the plain picture",
-    "perceptual": "perceptual distance to the plain picture",
-    "seconds": "seconds per picture",
+    "psnr": "PSNR to the plain image, dB",
+    "ssim": "SSIM to the plain image",
+    "perceptual": "perceptual distance to the plain image",
+    "seconds": "seconds per image",
     "flops": "FLOPs, share of the plain run",
     "tokens": "tokens computed, share of the plain run",
 }

@@ -53,7 +53,7 @@ def _checked(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise NextscaleError(f"features must be [N, D] and [M, D], not {list(a.shape)} and {list(b.shape)}")
     if min(len(a), len(b)) < 2:
-        raise NextscaleError(f"a distance of two sets needs two pictures in each, not {len(a)} and {len(b)}")
+        raise NextscaleError(f"a distance of two sets needs two images in each, not {len(a)} and {len(b)}")
     if not (a.isfinite().all() and b.isfinite().all()):
         raise NextscaleError("the features are not finite")
     return a.double(), b.double()

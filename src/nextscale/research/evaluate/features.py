@@ -105,7 +105,7 @@ def perceptual(a: Tensor, b: Tensor) -> Tensor:
     one and nothing was learned from human judgments. Images keep their size, so that fine detail counts.
     """
     if a.shape != b.shape:
-        raise NextscaleError(f"two pictures are compared at one size, not {list(a.shape)} and {list(b.shape)}")
+        raise NextscaleError(f"two images are compared at one size, not {list(a.shape)} and {list(b.shape)}")
     net, distances = network(_checked(a).device), []
     batch = max(1, PIXELS // (2 * a.shape[-2] * a.shape[-1]))
     with torch.no_grad():
@@ -138,10 +138,10 @@ def why_missing() -> str | None:
 
 def _checked(images: Tensor) -> Tensor:
     if images.dim() != 4 or images.shape[1] != 3 or not images.numel():
-        raise NextscaleError(f"pictures must be [B, 3, H, W], not {list(images.shape)}")
+        raise NextscaleError(f"images must be [B, 3, H, W], not {list(images.shape)}")
     low, high = (float(x) for x in images.aminmax())
     if not (low >= -1e-3 and high <= 1.001):  # a NaN fails too
-        raise NextscaleError(f"pictures must lie in [0, 1]; these lie in [{low:.3g}, {high:.3g}]")
+        raise NextscaleError(f"images must lie in [0, 1]; these lie in [{low:.3g}, {high:.3g}]")
     return images
 
 

@@ -75,9 +75,9 @@ def score(
 ) -> list[Score]:
     for metric in metrics:
         if metric.needs != "prompts" and reference is None:
-            raise NextscaleError(f"{metric.name} compares with other pictures: name their folder with --reference")
+            raise NextscaleError(f"{metric.name} compares with other images: name their folder with --reference")
         if metric.needs == "prompts" and prompts is None:
-            raise NextscaleError(f"{metric.name} needs the prompts of the pictures: name their file with --prompts")
+            raise NextscaleError(f"{metric.name} needs the prompts of the images: name their file with --prompts")
         require(metric)
     where, images = as_device(device), open_folder(Path(folder))
     target = None if reference is None else open_folder(Path(reference))
@@ -97,7 +97,7 @@ def score(
         one, other = described[metric.load]
         if metric.distance is frechet_distance and min(len(one), len(other)) <= one.shape[1]:
             logger.warning(
-                "%s is far too large for fewer pictures than the %d features; kernel and kid are not",
+                "%s is far too large for fewer images than the %d features; kernel and kid are not",
                 metric.name,
                 one.shape[1],
             )

@@ -50,13 +50,13 @@ class ImageFolder:
 def open_folder(path: Path) -> ImageFolder:
     """All images below a folder. Of what `nextscale export` wrote, its folder of images."""
     if not path.is_dir():
-        raise NextscaleError(f"{path} is not a folder of pictures")
+        raise NextscaleError(f"{path} is not a folder of images")
     root = path / "images" if any(path.glob("manifest*.json")) and (path / "images").is_dir() else path
     below = [p.relative_to(root) for p in root.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()]
     # What begins with a dot is not meant to be seen: an unfinished file, a thumbnail.
     names = sorted((p.as_posix() for p in below if not any(part[0] == "." for part in p.parts)), key=_in_order)
     if not names:
-        raise NextscaleError(f"{root} holds no pictures ({', '.join(SUFFIXES)})")
+        raise NextscaleError(f"{root} holds no images ({', '.join(SUFFIXES)})")
     return ImageFolder(root, {name: _size(root / name) for name in names})
 
 
@@ -65,7 +65,7 @@ def require_pairs(folder: ImageFolder, reference: ImageFolder) -> None:
     for has, lacks in ((folder, reference), (reference, folder)):
         missing = next((name for name in has.sizes if name not in lacks.sizes), None)
         if missing is not None:
-            raise NextscaleError(f"pictures are compared by name, and {lacks.root} lacks {missing} of {has.root}")
+            raise NextscaleError(f"images are compared by name, and {lacks.root} lacks {missing} of {has.root}")
     for name, (width, height) in folder.sizes.items():
         if reference.sizes[name] != (width, height):
             wide, high = reference.sizes[name]
@@ -77,13 +77,11 @@ def read_prompts(path: Path, folder: ImageFolder) -> dict[str, str]:
     if path.suffix.lower() != ".json":
         lines = [prompt for _, prompt in read_lines(path)]
         if len(lines) != len(folder.sizes):
-            raise NextscaleError(
-                f"{path} has {len(lines)} prompts for the {len(folder.sizes)} pictures of {folder.root}"
-            )
+            raise NextscaleError(f"{path} has {len(lines)} prompts for the {len(folder.sizes)} images of {folder.root}")
         return dict(zip(folder.sizes, lines, strict=True))
-    content = read_json(path, "a JSON object of pictures and their prompts")
+    content = read_json(path, "a JSON object of images and their prompts")
     if not isinstance(content, dict) or not all(isinstance(v, str) for v in content.values()):
-        raise NextscaleError(f"{path} is not a JSON object of pictures and their prompts, both texts")
+        raise NextscaleError(f"{path} is not a JSON object of images and their prompts, both texts")
     missing = next((name for name in folder.sizes if name not in content), None)
     if missing is not None:
         raise NextscaleError(f"{path} has no prompt for {missing} of {folder.root}")
@@ -104,4 +102,4 @@ def _size(path: Path) -> tuple[int, int]:
 
 
 def _unreadable(path: Path, error: Exception) -> NextscaleError:
-    return NextscaleError(f"{path} is not a readable picture: {str(error).splitlines()[0]}")
+    return NextscaleError(f"{path} is not a readable image: {str(error).splitlines()[0]}")

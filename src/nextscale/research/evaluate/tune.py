@@ -21,9 +21,9 @@ from nextscale.research.prompt_checks import skipped
 
 SPACES = Path(__file__).parent / "spaces.json"
 LOSSES = {  # what can be lost, and how it is read off a row
-    "scenes": "score of the plain pictures - score",
-    "ssim": "1 - SSIM to the plain pictures",
-    "perceptual": "perceptual distance to the plain pictures",
+    "scenes": "score of the plain images - score",
+    "ssim": "1 - SSIM to the plain images",
+    "perceptual": "perceptual distance to the plain images",
 }
 PENALTY = 1000.0  # the objective of a setting that loses too much: worse than any cost
 

@@ -43,6 +43,7 @@ class Layout(ABC):
     expects: ClassVar[str]  # the prompt file, in words
     pattern: ClassVar[str] = ""  # files of a prompt folder
     prompts: ClassVar[str] = "text"  # or "label"
+    # Manifests hold it and must agree when an export goes on, so its words stay as they were.
     seed_rule: ClassVar[str] = "picture k (from 0) of every prompt has seed + k"
 
     def find(self, path: Path | None) -> list[Path]:
@@ -89,7 +90,7 @@ class Layout(ABC):
     def check_images(self, images: int) -> None:
         if images < 1 or (self.allowed and images not in self.allowed):
             allowed = choices(self.allowed) or "at least 1"
-            raise NextscaleError(f"{self.title} takes {allowed} pictures per prompt, not {images}")
+            raise NextscaleError(f"{self.title} takes {allowed} images per prompt, not {images}")
 
     def check_size(self, height: int, width: int) -> None:
         """Complain of images that the scorer would cut wrongly."""

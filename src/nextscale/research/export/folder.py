@@ -61,7 +61,7 @@ class ExportFolder:
             require_agreement(self.root / name, settings)
         mine = self.shard.of(plan.image_files)
         if not resume and (self.manifest.name in manifests or any(self.has(p) for p in mine)):
-            raise NextscaleError(f"{self.root} holds pictures of this export already; --resume makes the missing ones")
+            raise NextscaleError(f"{self.root} holds images of this export already; --resume makes the missing ones")
         foreign = self.foreign(plan)
         if foreign:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""

@@ -85,7 +85,7 @@ class DPG(Layout):
 
     def check_size(self, height: int, width: int) -> None:
         if height != width:
-            raise NextscaleError(f"DPG-Bench cuts square tiles out of its grids, but the pictures are {height}x{width}")
+            raise NextscaleError(f"DPG-Bench cuts square tiles out of its grids, but the images are {height}x{width}")
 
     def commands(self, images: Path, side: int, count: int, prompts: str) -> list[str]:
         return [f"PIC_NUM={count} bash dpg_bench/dist_eval.sh {_quoted(images)} {side}"]

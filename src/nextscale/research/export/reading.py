@@ -67,7 +67,7 @@ def one_line(file: Path) -> str:
 def file_name(name: Any, where: str) -> str:
     """Check an id that becomes the name of a file: it must not lead elsewhere, nor hold a dot, where scorers cut."""
     if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name) or len(name.encode()) > MAX_ID_BYTES:
-        raise ValueError(f"{where} has the id {name!r:.60}, which cannot name a picture")
+        raise ValueError(f"{where} has the id {name!r:.60}, which cannot name an image")
     return name
 
 

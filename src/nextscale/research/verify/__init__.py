@@ -57,8 +57,8 @@ def verify(
         raise NextscaleError(f"{folder / 'config.json'} describes no run")
     mutated = None if mutate is None else change_one_weight(case.backbone or case.tokenizer, mutate)
     with torch.backends.cudnn.flags(allow_tf32=False):  # on a GPU, convolutions would round to 10 bits
-        family.play(case, keep_pictures)
-    return Verification(list(case.recorded.checks.values()), case.recorded.unused, case.pictures, mutated)
+        family.play(case, keep_images=keep_pictures)
+    return Verification(list(case.recorded.checks.values()), case.recorded.unused, case.images, mutated)
 
 
 def change_one_weight(model: torch.nn.Module, name: str = "") -> str:

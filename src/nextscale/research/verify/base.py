@@ -120,9 +120,9 @@ class Case:
     schedule: Schedule
     runs: list[RecordedRun]
     recorded: Recording
-    pictures: dict[str, list[Tensor]] = field(default_factory=dict)  # per run, after each scale [B, 3, H, W]
+    images: dict[str, list[Tensor]] = field(default_factory=dict)  # per run, after each scale [B, 3, H, W]
 
-    def play(self, run: RecordedRun, keep_pictures: bool = False) -> list[Tensor]:
+    def play(self, run: RecordedRun, keep_images: bool = False) -> list[Tensor]:
         """Run it, comparing scale by scale; return the maps after each scale."""
         maps: list[Tensor] = []
 
@@ -136,8 +136,8 @@ class Case:
             with_record("logits", end.logits)
             with_record(run.tokens_name, end.tokens, tolerance=0, required=True)
             with_record("f_hat", end.features)
-            if keep_pictures:
-                self.pictures.setdefault(run.name, []).append(end.decode())
+            if keep_images:
+                self.images.setdefault(run.name, []).append(end.decode())
             maps.append(end.features)
             theirs = self.recorded.tensors.get(f"{run.name}.f_hat.{end.scale.index}")
             return theirs.to(end.features.device) if run.sampling.smooth and theirs is not None else None

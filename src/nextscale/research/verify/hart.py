@@ -159,12 +159,12 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recording, device:
     return Case(folder, backbone, tokenizer, Schedule.squares(hart.sides), runs, recorded)
 
 
-def play(case: Case, keep_pictures: bool) -> None:
+def play(case: Case, keep_images: bool) -> None:
     if case.backbone is None:
         _tokenizer(case)
     for run in case.runs:
         watched = _watch(case, run)
-        maps = case.play(run, keep_pictures)
+        maps = case.play(run, keep_images)
         for stop in watched:
             stop()
         _between(case, run, maps)

@@ -149,11 +149,11 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recording, device:
     return Case(folder, models[0], models[1], schedule, runs, recorded)
 
 
-def play(case: Case, keep_pictures: bool) -> None:
+def play(case: Case, keep_images: bool) -> None:
     recorded = case.recorded
     greedy = min(case.runs, key=lambda run: (run.name != "greedy", run.sampling.top_k[0] != 1))
     for run in case.runs:
-        maps = case.play(run, keep_pictures)
+        maps = case.play(run, keep_images)
         _text_tensors(case, run)
         if run is greedy and "tf.logits" in recorded.tensors:
             _teacher_forced(case, run, maps)

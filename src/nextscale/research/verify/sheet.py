@@ -21,7 +21,7 @@ def sheet(report: Verification) -> Image.Image:
         for run, scales in report.pictures.items()
         for i in range(len(scales[0]))
     ]
-    columns = max(len(pictures) for _, pictures in rows)
+    columns = max(len(images) for _, images in rows)
     w, h = rows[0][1][0].size
     height = round(CELL * h / w)
     page = Image.new("RGB", (columns * (CELL + GAP) + GAP, HEAD + len(rows) * (height + HEAD + GAP)), "white")
@@ -31,10 +31,10 @@ def sheet(report: Verification) -> Image.Image:
         "Decoded after each scale, first to last. Recorded cases have random weights: noise, but the official noise.",
         fill="black",
     )
-    for y, (title, pictures) in enumerate(rows):
+    for y, (title, images) in enumerate(rows):
         top = HEAD + y * (height + HEAD + GAP)
         draw.text((GAP, top + 2), title, fill="black")
-        for x, picture in enumerate(pictures):
-            big = picture.resize((CELL, height), Image.Resampling.NEAREST)
+        for x, image in enumerate(images):
+            big = image.resize((CELL, height), Image.Resampling.NEAREST)
             page.paste(big, (GAP + x * (CELL + GAP), top + HEAD))
     return page

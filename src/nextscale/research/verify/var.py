@@ -115,10 +115,10 @@ def open_case(folder: Path, config: dict[str, Any], recorded: Recording, device:
     return Case(folder, models[0], models[1], Schedule.squares(sides), runs, recorded)
 
 
-def play(case: Case, keep_pictures: bool) -> None:
+def play(case: Case, keep_images: bool) -> None:
     recorded = case.recorded
     for run in case.runs:
-        maps = case.play(run, keep_pictures)
+        maps = case.play(run, keep_images)
         for scale, before in zip(list(case.schedule)[1:], maps, strict=False):
             small = case.tokenizer.inputs(before, scale).transpose(1, 2).unflatten(2, scale.grid)
             recorded.compare(f"{run.name}.next_in.{scale.index - 1}", small, run.tolerance)
