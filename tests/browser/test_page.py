@@ -606,7 +606,7 @@ CONTRAST = """() => {
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_contrast(compared: Page, open_page: Opener, server: str, theme: str) -> None:
     compared.emulate_media(color_scheme=theme, reduced_motion="reduce")
-    assert compared.locator("html").get_attribute("data-theme") == theme
+    compared.locator(f"html[data-theme={theme}]").wait_for(state="attached")  # the page is told of it by an event
     assert compared.evaluate(CONTRAST) == []
     page = open_page(server, color_scheme=theme, reduced_motion="reduce")
     page.locator("#examples button").first.wait_for()
