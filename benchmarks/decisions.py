@@ -30,8 +30,8 @@ from nextscale.engine.schedule import Scale
 from nextscale.io.progress import bar
 from nextscale.methods import NOVA
 from nextscale.methods.nova.growth import Growth
-from nextscale.methods.nova.layer_linkage import KEPT, MAX_RATIO, LayerLinkage
-from nextscale.methods.nova.policy import NOVAPolicy
+from nextscale.methods.nova.layer_linkage import KEPT, LayerLinkage
+from nextscale.methods.nova.policy import MAX_RATIO, NOVAPolicy
 from nextscale.methods.policy import Policy, PolicyContext, ScaleContext, ScalePlan
 from nextscale.pipeline import Pipeline
 from nextscale.research.evaluate.scenes import TASKS, read_scene_prompts
@@ -119,12 +119,16 @@ class RecordedPolicy(NOVAPolicy):
             growth.star = decision.star
 
     def plan_scale(self, scale: Scale) -> ScalePlan:
+        self.t, depth = scale.index + 1, self.context.depth
         plan = super().plan_scale(scale)
-        t, depth = scale.index + 1, self.context.depth
-        if any(self.ratio[t]):
-            means = [d.means(t, depth) for d in self.decisions]
-            self.layer_means = self.upload("means", [m[layer] for layer in range(depth) for m in means])
+        if any(self.ratio[self.t]) and self.links_on_device:
+            means = [d.means(self.t, depth) for d in self.decisions]
+            self.device_means = self.upload("means", [m[layer] for layer in range(depth) for m in means])
         return plan
+
+    def _read_reports(self) -> None:
+        super()._read_reports()
+        self.layer_means = {i: list(d.means(self.t, self.context.depth)) for i, d in enumerate(self.decisions)}
 
     def _ratio(self, growth: Growth, t: int) -> float:
         decision = self.decisions[next(i for i, g in enumerate(self.growth) if g is growth)]
@@ -134,12 +138,12 @@ class RecordedPolicy(NOVAPolicy):
     def _layer_entropy(self, layer: int, x: Tensor, ctx: ScaleContext) -> tuple[Tensor, Tensor | None]:
         entropy, _ = super()._layer_entropy(layer, x, ctx)
         images = self.context.images
-        return entropy, self.gather_rows(ctx.rows, self.layer_means[layer * images : (layer + 1) * images])
+        return entropy, self.gather_rows(ctx.rows, self.device_means[layer * images : (layer + 1) * images])
 
 
 def kept_share(decision: Decision, depth: int = 32) -> float:
     """Count the share of the tokens of a 1024 x 1024 image that a model with so many layers computes."""
-    rule, m, kept = LayerLinkage(True), NOVA(), 0.0
+    rule, m, kept = LayerLinkage(True, rounds=False), NOVA(), 0.0
     for t, side in enumerate(SIDES, start=1):
         if decision.star is None or t <= decision.star:
             kept += side**2

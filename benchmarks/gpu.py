@@ -29,6 +29,7 @@ there `--decisions own` (`nova:t_est=6`), or any method by its name in `--ratios
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -49,6 +50,7 @@ from nextscale.engine.schedule import Scale, Schedule
 from nextscale.engine.state import GenerationState
 from nextscale.methods.base import Method
 from nextscale.methods.naming import parse_method
+from nextscale.methods.nova import NOVA
 from nextscale.models.fp8 import to_fp8
 from nextscale.pipeline import Pipeline
 from nextscale.runtime.eager import Eager
@@ -67,7 +69,10 @@ def read_ratios(text: str, depth: int) -> Method | None:
     fields = dict([*part.split("="), ""][:2] for part in text.removeprefix("nova:").split(","))
     if not fields.keys() & {"recorded", "t*", "spread"}:
         return parse_method(text)
-    options: dict[str, Any] = {"cache": fields.get("cache", "residual"), "probe": fields.get("probe", "auto")}
+    literal = dataclasses.asdict(NOVA.preset("literal"))
+    base = literal if fields.get("rank", "layer") == "layer" else {}
+    options: dict[str, Any] = {**base, **{name: fields[name] for name in ("cache", "probe", "rank") if name in fields}}
+    options.pop("t_est", None)
     if "recorded" not in fields:
         star = int(fields.get("t*", 7))
         decision = alternating(star, float(fields.get("spread", 0.15)), depth)

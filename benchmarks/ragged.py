@@ -30,7 +30,8 @@ from nextscale.kernels import ragged_linear
 from nextscale.kernels.fp8 import FP8Linear, gelu
 from nextscale.methods import NOVA
 from nextscale.methods.nova.growth import Growth
-from nextscale.methods.nova.layer_linkage import KEPT, MAX_RATIO, LayerLinkage
+from nextscale.methods.nova.layer_linkage import KEPT, LayerLinkage
+from nextscale.methods.nova.policy import MAX_RATIO
 
 SHAPES = {  # outputs, inputs, and whether GELU follows
     "qkv": (6144, 2048, False),
@@ -47,7 +48,7 @@ COLD = 192 << 20  # bytes of weights after which the first ones are no longer in
 
 def kept(decision: Decision) -> list[int]:
     """Tokens of every layer of the reduced scales of an image."""
-    rule, m, found = LayerLinkage(True), NOVA(), []
+    rule, m, found = LayerLinkage(True, rounds=False), NOVA(), []
     for t, side in enumerate(SIDES, start=1):
         if decision.star is None or t <= decision.star:
             continue

@@ -246,7 +246,10 @@ def test_images_leave_when_the_callback_says_so(any_pipe, method) -> None:
 def test_the_callback_sees_what_was_computed(any_pipe) -> None:
     shares = []
     out = ask(
-        any_pipe, 2, method=NOVA(t_est=2, alpha=0.0), callback_on_scale_end=lambda e: shares.append(e.computed(1))
+        any_pipe,
+        2,
+        method=NOVA(t_est=2, alpha=0.0, tau=2),
+        callback_on_scale_end=lambda e: shares.append(e.computed(1)),
     )
     assert all(np.array_equal(share, out.trace.computed(1, n)) for n, share in enumerate(shares, start=1))
     kept = [layer["kept"] for layer in out.trace.image(1)["scales"][-1]["layers"]]

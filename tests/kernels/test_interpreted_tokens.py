@@ -77,9 +77,9 @@ def test_select(monkeypatch, cells: int, copies: int) -> None:
         selected(*fused_select(alone, whole(count), copies), alone, [count], copies)
 
 
-@pytest.mark.parametrize("rule", [LayerLinkage(True), LayerLinkage(True, 1, 0.3), LayerLinkage(False, empty=True)])
+@pytest.mark.parametrize("rule", [LayerLinkage(True), LayerLinkage(True, 1, 0.3), LayerLinkage(False, rounds=False)])
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize(("ratio", "copies"), [([0.6, 0.0, 0.999], 2), ([0.6], 2), ([0.999, 0.3], 1), ([0.4], 1)])
+@pytest.mark.parametrize(("ratio", "copies"), [([0.6, 0.0, 0.999], 2), ([0.6], 2), ([1.0, 0.3], 1), ([0.4], 1)])
 def test_link_and_select(rule: LayerLinkage, known: bool, ratio: list[float], copies: int) -> None:
     """The ratio of a layer from its entropy and those of the layers before, then the cells."""
     images, cells = len(ratio), 33
@@ -95,8 +95,9 @@ def test_link_and_select(rule: LayerLinkage, known: bool, ratio: list[float], co
         for image, wanted in enumerate(ratio):
             usual = np.mean([m[image] for m in means[rule.first : layer]]) if layer > rule.first else None
             deviation = means[-1][image] / usual - 1 if rule.linked and usual is not None else 0.0
-            share = min(max(wanted * (1 - deviation), rule.lowest), math.nextafter(1.0, 0.0)) if wanted else 0.0
-            counts.append(max(cells - math.floor(share * cells), 0 if rule.empty else 1))
+            share = min(max(wanted * (1 - deviation), rule.lowest), 1.0) if wanted else 0.0
+            rounded = math.floor((1 - share) * cells + 0.5)
+            counts.append(rounded if rule.rounds else max(cells - math.floor(share * cells), 1))
             noted = [means[-1][image], share, deviation, counts[-1]]
             np.testing.assert_allclose(notes[layer, :, image], noted, atol=1e-12)
         assert notes[layer + 1 :].isnan().all()

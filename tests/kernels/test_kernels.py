@@ -48,7 +48,7 @@ from nextscale.kernels.residual_norm import Norm, gather_rows
 from nextscale.kernels.restore import fused_record, fused_restore, fused_scatter
 from nextscale.kernels.sdpa import attention_entropy
 from nextscale.kernels.split_k import SplitKPartials
-from nextscale.methods.nova.layer_linkage import MAX_RATIO, LayerLinkage
+from nextscale.methods.nova.layer_linkage import LayerLinkage
 from nextscale.methods.restore import CachedPolicy
 from nextscale.methods.selection import Packed, Selection, scatter, topk_select
 from nextscale.methods.token_cache import resize_tokens
@@ -509,12 +509,12 @@ def test_an_mlp_in_fp8(device: str, rows) -> None:
 
 @on_both
 @pytest.mark.parametrize("rule", [LayerLinkage(True), LayerLinkage(True, 1, 0.3), LayerLinkage(False)])
-@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("known", [False, True])
-def test_linkage(device: str, rule: LayerLinkage, empty: bool, known: bool) -> None:
+def test_linkage(device: str, rule: LayerLinkage, rounds: bool, known: bool) -> None:
     """The kernel against the formula, image by image."""
     torch.manual_seed(0)
-    rule, tokens, ratio = rule._replace(empty=empty), 60, [0.6, 0.0, 0.99]
+    rule, tokens, ratio = rule._replace(rounds=rounds), 60, [0.6, 0.0, 0.99]
     notes = torch.full((5, 4, 3), torch.nan, dtype=torch.float64, device=device)
     before: list[list[float]] = [[], [], []]
     for layer in range(5):
@@ -526,8 +526,9 @@ def test_linkage(device: str, rule: LayerLinkage, empty: bool, known: bool) -> N
             mean = entropy[image].double().mean().item() if means is None else means[image].item()
             usual = sum(before[image][rule.first :]) / max(layer - rule.first, 1)
             deviation = (mean - usual) / usual if rule.linked and layer > rule.first else 0.0
-            share = min(max(ratio[image] * (1 - deviation), rule.lowest), MAX_RATIO) if ratio[image] else 0.0
-            kept = max(tokens - math.floor(share * tokens), 0 if empty else 1)
+            share = min(max(ratio[image] * (1 - deviation), rule.lowest), 1.0) if ratio[image] else 0.0
+            kept = math.floor((1 - share) * tokens + 0.5) if rounds else max(tokens - math.floor(share * tokens), 1)
+            assert kept == rule.kept(share, tokens)
             assert notes[layer, :, image].tolist() == pytest.approx([mean, share, deviation, kept], abs=1e-9)
             highest = sorted(entropy[image].topk(kept).indices.tolist())
             for row in (image, image + 3):

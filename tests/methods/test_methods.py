@@ -252,7 +252,10 @@ def test_kept_maps_in_a_file(infinity, tmp_path) -> None:
         (lambda: from_dict({"name": "nova", "fields": {"beta": 1}}), "nova has no field 'beta'; allowed: t_est"),
         (lambda: from_dict({"name": "nova", "schema": 7}), "schema 7; this version reads 1"),
         (lambda: from_dict({"fields": {}}), "it needs 'name' and 'fields'"),
-        (lambda: NOVA.preset("quick"), "nova has no preset 'quick'; allowed: balanced, fast, paper, or a file"),
+        (
+            lambda: NOVA.preset("quick"),
+            "nova has no preset 'quick'; allowed: balanced, fast, literal, paper, or a file",
+        ),
     ],
 )
 def test_bad_methods(make, match: str) -> None:

@@ -200,3 +200,18 @@ def test_what_cannot_be_meant(text: str, sentence: str) -> None:
     with pytest.raises(NextscaleError) as said:
         parse_method(text)
     assert sentence in str(said.value)
+
+
+def test_a_bare_name_is_the_preset_measured_on_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="nextscale")
+    assert parse_method("nova", "clipart") == NOVA.preset("balanced") != NOVA()
+    assert caplog.messages == ["nova is nova:balanced, the preset that was measured on clipart"]
+    assert parse_method("nova+truncate:2", "clipart") == Compose((NOVA.preset("balanced"), Truncate(2)))
+    assert parse_methods("none,nova", "clipart")["nova"] == NOVA.preset("balanced")
+    assert parse_method("nova", "infinity-2b") == parse_method("nova") == NOVA()
+    assert parse_method("nova:t_est=8", "clipart") == NOVA(t_est=8)
+    assert parse_method("truncate:2", "clipart") == Truncate(2)
+
+
+def test_stored_methods_may_have_fields_that_are_gone() -> None:
+    assert NOVA.from_fields({"allow_empty": False, "tau": 1.0}) == NOVA(tau=1.0)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from support.pipelines import ask
 
-from nextscale import NOVA
+from nextscale import NOVA, Truncate
 from nextscale.engine.entropy import token_entropy
 from nextscale.engine.rows import Rows
 from nextscale.kernels.sdpa import attention_entropy
+from nextscale.methods.base import Method
 from nextscale.methods.nova.growth import Growth
 from nextscale.methods.nova.layer_linkage import LayerLinkage
 from nextscale.methods.nova.policy import NOVAPolicy
-from nextscale.methods.policy import ScaleContext
+from nextscale.methods.policy import Capabilities, Policy, ScaleContext
 from nextscale.methods.selection import Packed, Selection, scatter, topk_select
+from nextscale.methods.tables import read_table, relative_ratio
 from nextscale.methods.token_cache import resize_tokens
 
 
@@ -44,33 +47,35 @@ def test_activation_with_made_up_entropies() -> None:
 
 def oracle(scales: list[dict], m: NOVA, layers: int) -> dict:
     """The paper's rules in a few lines, from the traced entropies alone."""
-    h = {e["scale"]: e["entropy"] for e in scales}
-    g = {t: h[t] - h[t - 1] for t in range(2, len(h) + 1)}
+    h = {e["scale"]: e["entropy"] for e in scales if e["ran"]}
+    g = {t: h[t] - h[t - 1] for t in range(2, len(scales) + 1) if t in h and t - 1 in h}
     eta = sum(g[t] for t in range(2, m.t_est + 1)) / (m.t_est - 1)
-    smooth = {t: (g[t] + g[t - 1]) / 2 for t in range(m.t_est + 1, len(h) + 1)}
+    smooth = {t: (g[t] + g[t - 1]) / 2 for t in range(m.t_est + 1, len(scales) + 1) if t in g}
     star = next((t for t in smooth if eta <= 0 or smooth[t] <= m.alpha * eta), None)
-    ratios, kept = {}, {}
+    ratios, kept, ran = {}, {}, {}
+    means: list[float] = []
     for e in scales:
         t, n = e["scale"], e["tokens"]
         ratio = 0.0
         if star is not None and t > star:
-            ratio = 1 / (1 + math.exp(-(t - (star + 1)) / m.tau)) - m.lam * math.tanh(g[t - 1])
+            ratio = 1 / (1 + math.exp(-(t - (star + 1)) / m.tau)) - m.lam * math.tanh(g[max(k for k in g if k < t)])
             ratio = min(max(ratio, 0.0), math.nextafter(1, 0))
         ratios[t] = ratio
+        means = [layer["entropy"] for layer in e["layers"]] or means  # of a scale that is left out: as before
         for j in range(layers):
             r = ratio
             if ratio > 0 and j > 0:
-                before = [layer["entropy"] for layer in e["layers"][:j]]
-                mu = sum(before) / j
-                d = (e["layers"][j]["entropy"] - mu) / mu
-                r = min(max(ratio * (1 - d), 0.0), math.nextafter(1, 0))
-            kept[t, j] = max(n - math.floor(r * n), 1)
-    return {"eta": eta, "star": star, "g": g, "smooth": smooth, "ratios": ratios, "kept": kept}
+                mu = sum(means[:j]) / j
+                r = min(max(ratio * (1 - (means[j] - mu) / mu), 0.0), 1.0)
+            kept[t, j] = math.floor(n * (1 - r) + 0.5) if m.counts == "round" else max(n - math.floor(r * n), 1)
+        ran[t] = sum(kept[t, j] > 0 for j in range(layers)) >= m.required * layers
+    return {"eta": eta, "star": star, "g": g, "smooth": smooth, "ratios": ratios, "kept": kept, "ran": ran}
 
 
+@pytest.mark.parametrize("preset", ["paper", "literal"])
 @pytest.mark.parametrize("t_est", [2, 3, 5])
-def test_an_oracle_agrees(any_pipe, t_est: int) -> None:
-    m = NOVA(t_est=t_est)
+def test_an_oracle_agrees(any_pipe, t_est: int, preset: str) -> None:
+    m = dataclasses.replace(NOVA.preset(preset), t_est=t_est)
     budget = {"pixel_budget": "0.25M"} if any_pipe.spec.pixel_budget else {}
     for image in ask(any_pipe, 3, method=m, **budget).trace.to_dict()["images"]:
         expected = oracle(image["scales"], m, any_pipe.backbone.depth)
@@ -78,6 +83,9 @@ def test_an_oracle_agrees(any_pipe, t_est: int) -> None:
         assert image["activation"]["star"] == expected["star"]
         for e in image["scales"]:
             t = e["scale"]
+            assert e["ran"] == expected["ran"][t]
+            if not e["ran"]:
+                continue
             assert e["growth"] == expected["g"].get(t)
             assert e["smoothed_growth"] == expected["smooth"].get(t)
             assert e["ratio"] == pytest.approx(expected["ratios"][t], abs=1e-12)
@@ -88,7 +96,8 @@ def test_an_oracle_agrees(any_pipe, t_est: int) -> None:
 
 def test_traced_entropies_are_those_of_the_conditional_logits(any_pipe) -> None:
     seen = []
-    out = ask(any_pipe, 1, method=NOVA(t_est=2), callback_on_scale_end=lambda e: seen.append(e.raw_logits[:1]))
+    method = NOVA(t_est=2, rank="layer", uncomputed="sample")  # else cells that were not computed keep what they had
+    out = ask(any_pipe, 1, method=method, callback_on_scale_end=lambda e: seen.append(e.raw_logits[:1]))
     for entry, logits in zip(out.trace.to_dict()["images"][0]["scales"], seen, strict=True):
         p = logits.double().softmax(-1)
         naive = -(p * p.log()).sum(-1)
@@ -98,7 +107,8 @@ def test_traced_entropies_are_those_of_the_conditional_logits(any_pipe) -> None:
 
 def test_the_most_certain_tokens_are_dropped(infinity) -> None:
     """At the first layer of the first reduced scale, against the model's own head on the embeddings."""
-    out = ask(infinity, 1, method=NOVA(t_est=5))
+    method = NOVA.preset("literal")
+    out = ask(infinity, 1, method=method)
     data = out.trace.to_dict()["images"][0]
     scale = data["activation"]["scale"]
     kept = torch.from_numpy(out.trace.kept(0, scale, 1)).flatten()
@@ -112,7 +122,7 @@ def test_the_most_certain_tokens_are_dropped(infinity) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(infinity.backbone), "head", head)
-        ask(infinity, 1, method=NOVA(t_est=5))
+        ask(infinity, 1, method=method)
     first_probe = entropies[scale - 1][0]  # one head per complete scale comes before it
     assert first_probe[kept].min() >= first_probe[~kept].max()
 
@@ -168,15 +178,82 @@ def test_keep_highest() -> None:
     assert torch.equal(twice.mask(5), chosen.mask(5).repeat(2, 1))
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_at_least_one_token_stays(empty: bool) -> None:
-    """Ratios are clipped below 1, so that `allow_empty` has nothing to allow."""
-    rule = LayerLinkage(linked=True, empty=empty)
+@pytest.mark.parametrize("rounds", [False, True])
+def test_no_token_or_at_least_one_stays(rounds: bool) -> None:
+    rule = LayerLinkage(linked=True, rounds=rounds)
     for tokens in (1, 2, 3, 100, 4096, 16129):
         layer_stats = torch.zeros(2, 4, 1, dtype=torch.float64)
         for layer, mean in enumerate((1.0, 1e-9)):  # the second layer is far surer than the first
             rule.update(torch.tensor([mean]).double(), torch.ones(1).double(), layer_stats, layer, tokens)
-        assert layer_stats[:, 3, 0].tolist() == [1, 1]
+        assert layer_stats[:, 3, 0].tolist() == [0, 0] if rounds else [1, 1]
+
+
+@pytest.mark.parametrize("rule", [LayerLinkage(True), LayerLinkage(True, 1, 0.3), LayerLinkage(False, rounds=False)])
+def test_the_host_links_layers_as_the_device_does(rule: LayerLinkage) -> None:
+    means = torch.rand(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    means[4] = 0
+    for ratio in (0.0, 0.4, 0.97, 1.0):
+        layer_stats = torch.zeros(7, 4, 1, dtype=torch.float64)
+        for layer in range(7):
+            rule.update(means[layer : layer + 1], torch.tensor([ratio], dtype=torch.float64), layer_stats, layer, 100)
+        ratios = rule.ratios(ratio, means.tolist())
+        assert ratios == pytest.approx(layer_stats[:, 1, 0].tolist(), abs=1e-12)
+        assert [rule.kept(r, 100) for r in ratios] == layer_stats[:, 3, 0].tolist()
+
+
+@pytest.mark.parametrize("table", ["fastvar", "3/13:0.5 7/13:1 8/13:0.5 1:1"])
+def test_a_ratio_of_one_leaves_the_scale_out(any_pipe, table: str) -> None:
+    """As in FastVAR; with the table of its own, all that follow, too."""
+    method = NOVA(t_est=2, alpha=10, scale_linkage=False, scale_table=table)
+    out = ask(any_pipe, 2, method=method)
+    for image in out.trace.to_dict()["images"]:
+        star, scales = image["activation"]["star"], image["scales"]
+        ratios = [relative_ratio(read_table(table), e["scale"] / len(scales)) * (e["scale"] > star) for e in scales]
+        assert [e["ran"] for e in scales] == [r < 1 for r in ratios]
+        assert 1 in ratios
+        ran = [e["scale"] for e in scales if e["ran"]]
+        assert image["stopped_after"] == (ran[-1] if ran[-1] < len(scales) else None)
+        for e, tokens in zip(scales, out.tokens, strict=True):
+            assert e["ran"] or (tokens[image["index"]] == -1).all()
+
+
+def test_a_scale_in_which_no_cell_reaches_the_layers_it_needs_is_left_out(infinity) -> None:
+    method = NOVA(t_est=2, alpha=10, tau=0.2, layer_linkage=False)
+    out = ask(infinity, 1, method=method)
+    image = out.trace.to_dict()["images"][0]
+    policy, depth = out.trace.policy, infinity.backbone.depth
+    left_out = [e for e in image["scales"] if not e["ran"]]
+    assert left_out
+    for e in left_out:
+        ratios = policy.layer_ratio[e["scale"]][0]
+        assert sum(math.floor(e["tokens"] * (1 - r) + 0.5) > 0 for r in ratios) < depth / 2
+    assert image["stopped_after"] == left_out[0]["scale"] - 1
+    literal = ask(infinity, 1, method=dataclasses.replace(NOVA.preset("literal"), t_est=2, alpha=10, tau=0.2))
+    assert all(e["ran"] and min(x["kept"] for x in e["layers"]) > 0 for e in literal.trace.image(0)["scales"])
+
+
+class LooksAtTheLastState(Policy):
+    capabilities = Capabilities(selects=False)
+
+    def finalize(self, x, ctx):
+        self.lens = ctx.logit_lens(x, True)
+        return x, None
+
+    def on_logits(self, x, raw, logits, ctx) -> None:
+        assert torch.equal(self.lens, logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Looks(Method):
+    name, summary = "looks", "Compares the guided lens of the last state with the prediction."
+
+    def start(self, context) -> Policy:
+        return LooksAtTheLastState(context)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.5}, {"guidance_layers": -1, "temperature": 2.0}], ids=str)
+def test_the_guided_lens_follows_the_rule_of_the_prediction(any_pipe, options: dict) -> None:
+    ask(any_pipe, 2, method=Looks(), **options)
 
 
 def test_token_entropy() -> None:
@@ -202,18 +279,30 @@ def test_attention_entropy(spread: float) -> None:
     assert (attention_entropy(q, k, 0.7, mask, chunk=32) - naive).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("uncomputed", ["nothing", "sample"])
-def test_uncomputed_cells(infinity, uncomputed: str) -> None:
-    """The map changes at the last scale exactly where every layer computed, or everywhere."""
+@pytest.mark.parametrize("required", [0.5, 1.0])
+@pytest.mark.parametrize("uncomputed", ["auto", "nothing", "sample"])
+def test_uncomputed_cells(infinity, uncomputed: str, required: float) -> None:
+    """The map changes at the last scale exactly where enough layers computed, or everywhere; tokens say so."""
     maps, last = [], 7  # scales of the small schedule
-    method = NOVA(t_est=5, uncomputed=uncomputed)
+    method = NOVA(t_est=5, uncomputed=uncomputed, required=required)
     out = ask(infinity, 1, method=method, callback_on_scale_end=lambda e: maps.append(e.features[0].clone()))
     assert out.trace.to_dict()["images"][0]["activation"]["scale"] <= last
     kept = [torch.from_numpy(out.trace.kept(0, last, layer)) for layer in range(1, infinity.backbone.depth + 1)]
-    computed = torch.stack(kept).all(0)
+    computed = torch.stack(kept).sum(0) >= required * infinity.backbone.depth
     assert 0 < computed.sum() < computed.numel()
     changed = (maps[-1] != maps[-2]).any(0)
-    assert torch.equal(changed, computed if uncomputed == "nothing" else torch.ones_like(computed))
+    assert torch.equal(changed, torch.ones_like(computed) if uncomputed == "sample" else computed)
+    assert torch.equal((out.tokens[-1][0] >= 0).all(-1), changed.flatten())
+
+
+@pytest.mark.parametrize("method", [NOVA(t_est=2, alpha=10, tau=2.0), NOVA(t_est=2, alpha=10) + Truncate(1)])
+def test_tokens_given_back_make_the_same_image(infinity, var, method) -> None:
+    for pipe in (infinity, var):
+        out = ask(pipe, 2, method=method, output_type="latent")
+        assert pipe is var or (torch.cat([t.flatten() for t in out.tokens]) == -1).any()
+        again = ask(pipe, 2, force_tokens=out.tokens, output_type="latent")
+        assert torch.equal(again.images, out.images)
+        assert all(map(torch.equal, again.tokens, out.tokens))
 
 
 def test_with_one_selection_nothing_has_to_be_restored(infinity) -> None:

@@ -72,15 +72,16 @@ def nova(**fields) -> Hand:
 
 
 def test_nova_keeps_the_cells_of_highest_entropy() -> None:
-    hand = nova(probe="lens", restore_mode="nearest")
+    hand = nova(probe="lens", rank="layer", restore_mode="nearest")
     assert hand.run(3, doubt=~MARKED)[0].all()
     doubt = torch.zeros(8, 8)
     doubt[2, :] = doubt[6, 1:7] = doubt[7, 2:8] = 3.0
     assert torch.equal(hand.run(4, doubt=doubt)[0], doubt > 0)
 
 
-def test_nova_ranks_by_the_final_entropy_of_the_scale_before() -> None:
-    hand = nova(probe="previous", restore_mode="nearest")
+@pytest.mark.parametrize("fields", [{}, {"probe": "lens"}, {"rank": "layer"}], ids=str)
+def test_nova_ranks_by_the_final_entropy_of_the_scale_before(fields: dict) -> None:
+    hand = nova(restore_mode="nearest", **fields)
     hand.run(3, doubt=MARKED * 2.0)
     assert torch.equal(hand.run(4, doubt=~ENLARGED)[0][ENLARGED], torch.ones(16, dtype=torch.bool))
 
@@ -105,7 +106,7 @@ def test_nova_keeps_the_cells_that_the_layer_changed_most() -> None:
 
 def test_nova_drops_more_in_layers_that_are_surer_than_those_before() -> None:
     """Entropies h, 2 h and h / 2: D = 0, 1, -2/3, so that a ratio of 0.4 becomes 0.4, 0 and 2/3."""
-    method = NOVA(t_est=2, alpha=0.0, scale_linkage=False, scale_table="1:0.4", probe="lens")
+    method = NOVA(t_est=2, alpha=0.0, scale_linkage=False, scale_table="1:0.4", probe="lens", counts="floor")
     hand = Hand(method, layers=3)
     for t in range(4):
         hand.run(t)
@@ -120,6 +121,7 @@ def test_nova_drops_more_in_layers_that_are_surer_than_those_before() -> None:
 
 
 def toprovar(**fields) -> Hand:
+    fields = {"restore_mode": "nearest", **fields}
     hand = Hand(ToProVAR(representative=0.8, scale_stage=False, a_max=1.0, **fields), layers=2)
     for t in range(3):
         assert all(cells.all() for cells in hand.run(t, attention=torch.rand(SIDES[t], SIDES[t])))

@@ -14,6 +14,7 @@ from nextscale import NOVA, SkipVAR, SparseVAR, ToProVAR
 from nextscale.errors import NextscaleError
 from nextscale.research.calibrate.shares import measure_shares
 from nextscale.research.calibrate.skipvar import calibrate_skipvar
+from nextscale.research.calibrate.sparsevar import calibrate_sparsevar
 from nextscale.research.calibrate.toprovar import calibrate_toprovar
 from nextscale.research.evaluate.ssim import ssim
 
@@ -41,6 +42,25 @@ def test_toprovar(var, tmp_path: Path) -> None:
     assert abs(share - 0.7) < 0.08
     started = [i["activation"]["scale"] for i in traced]
     assert sum(s is not None for s in started) > 4
+
+
+def test_a_budget_below_what_one_layer_allows_is_reached(var) -> None:
+    """Eq. 6 clips, so a_max may exceed 1, and beta may come from a higher quantile."""
+    preset = calibrate_toprovar(var, LABELS, target=0.55)
+    assert abs(preset["reached"] - 0.55) < 0.03
+    assert preset["fields"]["a_max"] > 1
+
+
+def test_sparsevar(var, tmp_path: Path) -> None:
+    preset = calibrate_sparsevar(var, LABELS, target=0.4)
+    assert [entry["block"] for entry in preset["blocks"]] == [0.25, 0.5, 0.75, 1.0]
+    assert all(abs(entry["excluded"] - 0.4) < 0.1 for entry in preset["blocks"])
+    assert len({entry["ssim"] for entry in preset["blocks"]}) > 1
+    (tmp_path / "mine.json").write_text(json.dumps(preset))
+    method = SparseVAR.preset(str(tmp_path / "mine.json"))
+    assert method.block == max(preset["blocks"], key=lambda entry: entry["ssim"])["block"]
+    with pytest.raises(NextscaleError, match="target must lie in"):
+        calibrate_sparsevar(var, LABELS, target=1)
 
 
 def test_toprovar_with_too_few_prompts(var) -> None:

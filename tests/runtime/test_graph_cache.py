@@ -126,7 +126,7 @@ def test_prompts_of_any_length() -> None:
 @pytest.mark.parametrize(
     ("method", "like", "unlike"),
     [
-        (NOVA(t_est=2, alpha=10), NOVA(t_est=2, alpha=5, tau=0.7, lam=0.2), NOVA(t_est=2, alpha=10, probe="previous")),
+        (NOVA(t_est=2, alpha=10), NOVA(t_est=2, alpha=5, tau=0.7, lam=0.2), NOVA(t_est=2, alpha=10, probe="lens")),
         (RandomSelection(NOVA(t_est=2, alpha=10)), RandomSelection(NOVA(t_est=2, alpha=10), seed=3), NOVA(t_est=2)),
         (ToProVAR(tau=0.3, a_max=0.9), ToProVAR(tau=0.35, a_max=0.9), ToProVAR(tau=0.3, a_max=0.8)),
     ],

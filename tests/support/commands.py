@@ -13,6 +13,7 @@ from unittest import mock
 from PIL import Image
 
 from nextscale.cli import main
+from nextscale.models.registry import MODELS
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Recorder:
         self.loaded: dict[str, Any] = {}
         self.asked: dict[str, Any] = {}
         self.more: dict[str, Any] = {}  # of whoever else is spied on
-        self.backbone, self.trace = self, self
+        self.backbone, self.trace, self.spec = self, self, MODELS["infinity-2b"]
         self.prompts, self.images, self.progress_bar = "text", [Image.new("RGB", (8, 8))] * images, None
 
     def from_pretrained(self, source: str, **options: Any) -> Recorder:

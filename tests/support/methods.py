@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from support.pipelines import DATA
 
 from nextscale import (
@@ -22,12 +24,14 @@ except ImportError:  # the GPU machine has none; `make test` installs it
 
 # A decision like those that SkipVAR fits, for images of tiny models.
 DECISION = str(DATA / "skipvar_decision.json")
+LITERAL = NOVA.preset("literal")
 METHODS = {
     "skipvar": SkipVAR(DECISION, at=0.5),
     "skipvar and nova": SkipVAR(DECISION, at=0.5) + NOVA(t_est=2, alpha=0.0),
     "nova": NOVA(t_est=2, alpha=0.0),
-    "nova, previous": NOVA(t_est=2, alpha=0.0, probe="previous"),
+    "nova, literal": replace(LITERAL, t_est=2, alpha=0.0),
     "nova, lens": NOVA(t_est=2, alpha=0.0, probe="lens"),
+    "nova, all layers": NOVA(t_est=2, alpha=0.0, required=1.0, tau=2.0),
     "nova, from layer 2": NOVA(t_est=2, alpha=0.0, probe_from_layer=2, restore_mode="bilinear"),
     "nova, attention": NOVA(t_est=2, alpha=0.0, metric="attention"),
     "nova, nothing": NOVA(t_est=2, alpha=0.0, uncomputed="nothing", probe="previous"),
@@ -74,6 +78,8 @@ SHAPES: tuple[dict, ...] = ({}, {"greedy": True}, {"guidance_layers": -1}, {"gui
 CAPTURED = {
     "nova": NOVA(t_est=2, alpha=0.0),
     "nova, early": NOVA(t_est=2, alpha=10, tau=2.0),
+    "nova, literal": replace(LITERAL, t_est=2, alpha=10, tau=2.0),
+    "nova, lens": NOVA(t_est=2, alpha=10, probe="lens", tau=2.0),
     "nova, bits": NOVA(t_est=2, alpha=10, unit="bit", entropy_of="guided", cache="feature", uncomputed="nothing"),
     "nova, zero": NOVA(t_est=2, alpha=10, cache="zero"),
     "nova, once": NOVA(t_est=2, alpha=10, layer_linkage=False, probe="previous", uncomputed="nothing", cache="zero"),

@@ -70,12 +70,14 @@ def analyze(
     from nextscale.research.analyze.style import require_matplotlib
 
     wanted = get_figures(figures)
-    chosen = None if methods is None else parse_methods(methods)
+    if methods is not None:
+        parse_methods(methods)  # before a model is loaded for nothing
     require_folder(out)
     if report is not None:
         require_writable(report)
     require_matplotlib()
     pipe = load_pipeline(model, weights, device, dtype, vae=vae, revision=revision)
+    chosen = None if methods is None else parse_methods(methods, pipe.spec.name)
     labels = pipe.backbone.prompts == "label"
     size: dict[str, Any] = {"aspect_ratio": aspect_ratio, "pixel_budget": pixel_budget}
     subject = read_prompt(prompt) if labels else prompt

@@ -44,6 +44,25 @@ def toprovar(
 
 
 @app.command()
+def sparsevar(
+    prompts: Prompts,
+    out: Out,
+    target: Annotated[float, typer.Option(help="Share of the tokens to exclude from the sparse scales.")] = 0.5,
+    model: Model = None,
+    weights: Weights = None,
+    vae: Vae = None,
+    guidance_scale: Guidance = None,
+    device: Device = None,
+    skip_bad: SkipBad = False,
+) -> None:
+    """The block of SparseVAR whose images are nearest to the plain ones, and tau, as a preset."""
+    from nextscale.research.calibrate.sparsevar import calibrate_sparsevar
+
+    options = {"target": target, "guidance_scale": guidance_scale}
+    _run(calibrate_sparsevar, prompts, out, model, weights, vae, device, skip_bad, options)
+
+
+@app.command()
 def skipvar(
     prompts: Prompts,
     out: Out,

@@ -75,8 +75,9 @@ def compare(
     if json_ is not None:
         require_writable(json_)
     require_matplotlib()
-    asked = _methods(methods, method, preset, set_)
+    _methods(methods, method, preset, set_)  # before a model is loaded for nothing
     pipe = load_pipeline(model, weights, device, dtype, vae=vae, revision=revision)
+    asked = _methods(methods, method, preset, set_, pipe.spec.name)
     subject = read_prompt(prompt) if pipe.backbone.prompts == "label" else prompt
     with warnings_once():
         results = compare_methods(pipe, subject, asked, seed, aspect_ratio=aspect_ratio, pixel_budget=pixel_budget)
@@ -97,14 +98,16 @@ def compare(
     typer.echo(f"wrote {path}")
 
 
-def _methods(several: str | None, one: str | None, preset: str | None, settings: list[str]) -> dict[str, Method | None]:
+def _methods(
+    several: str | None, one: str | None, preset: str | None, settings: list[str], model: str | None = None
+) -> dict[str, Method | None]:
     from nextscale.methods.naming import PLAIN, parse_methods
 
     if several is None:
-        return {"method": method_of(one or "nova", preset, settings)}
+        return {"method": method_of(one or "nova", preset, settings, model, quiet=False)}
     if one or preset or settings:
         raise NextscaleError("give either --methods, or --method with --preset and --set")
-    found = parse_methods(several)
+    found = parse_methods(several, model)
     if set(found) == {PLAIN}:
         raise NextscaleError(f"--methods {several} names no method to compare with the plain run")
     return found

@@ -61,6 +61,7 @@ def scenes(
     asked = parse_methods(methods)
     with session.at_work(out):
         bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
+        asked = parse_methods(methods, bench.pipe.spec.name)
         require_start(bench.pipe, asked, **bench.size)
         report = EvaluationReport(bench.items, bench.run(asked, reference, False if quiet else None))
         rows = report.rows()

@@ -67,6 +67,7 @@ def export(
     pipe = load_pipeline(
         model, weights, device, dtype, vae=vae, text_encoder=text_encoder, revision=revision, progress_bar=show
     )
+    reduction = method_of(method, preset, set_, pipe.spec.name, quiet)
     pipe.progress_bar = False  # one bar for all images, not one for each
     done = run(
         pipe,

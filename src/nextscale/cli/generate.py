@@ -115,6 +115,7 @@ def generate(
         offload=offload,
         progress_bar=False if quiet else None,
     )
+    reduction = method_of(method, preset, set_, pipe.spec.name, quiet)
     film = None if animate is None else Film()
     draw = partial(
         pipe,

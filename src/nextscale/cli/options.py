@@ -94,14 +94,22 @@ def source_of(model: str | None, weights: str | None) -> str:
     return weights or model or EMBEDDED.name
 
 
-def method_of(name: str | None, preset: str | None, settings: list[str]) -> Method | None:
-    """Read `--method nova --preset paper --set alpha=0.4`, or the same in one word: `nova:paper;alpha=0.4`."""
+def method_of(
+    name: str | None, preset: str | None, settings: list[str], model: str | None = None, quiet: bool = True
+) -> Method | None:
+    """Read `--method nova --preset paper --set alpha=0.4`, or the same in one word: `nova:paper;alpha=0.4`.
+
+    Once the model's name is known, a bare name is the preset that was measured on it.
+    """
     from nextscale.methods import Compose
-    from nextscale.methods.naming import parse_method, with_settings
+    from nextscale.methods.naming import format_method, parse_method, with_settings
 
     method = None if name is None else parse_method(name)
     if not preset and not settings:
-        return method
+        own = None if name is None else parse_method(name, model)
+        if own != method and not quiet:
+            typer.echo(f"{name} is {format_method(own)}: as measured on {model}")
+        return own
     if name is None or method is None:
         raise NextscaleError("--preset and --set need --method")
     if isinstance(method, Compose):

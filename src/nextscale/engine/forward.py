@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from nextscale.cache.kv import KVCache
 from nextscale.engine.guidance import guide
-from nextscale.engine.sampling import sample
+from nextscale.engine.sampling import NOTHING, sample
 from nextscale.methods.validation import check_finalized, check_report
 from nextscale.runtime.base import CallContext, ScaleBatch, ScaleOutput
 
@@ -38,6 +39,14 @@ def forward_scale(
     sampled = sample(logits, scale, call.sampling, settings, call.noise, rows.image_ids, tokenizer, forced)
     if scale.index == len(call.schedule) - 1:
         sampled.codes = backbone.finish(batch.cond, x, sampled, tokenizer, rows, settings.weight, call.noise)
-    codes = sampled.codes if cell_weight is None else sampled.codes * cell_weight[..., None]
-    features = tokenizer.add(features, codes, scale, call.schedule)
-    return ScaleOutput(features, sampled.tokens, logits, raw, x, ctx, report)
+    if forced is not None:
+        given = (forced != NOTHING).view(*forced.shape[:2], -1).all(-1).to(x.dtype)
+        cell_weight = given if cell_weight is None else given * cell_weight
+    if cell_weight is None:
+        features = tokenizer.add(features, sampled.codes, scale, call.schedule)
+        return ScaleOutput(features, sampled.tokens, logits, raw, x, ctx, report)
+    added = tokenizer.add(features, sampled.codes * cell_weight[..., None], scale, call.schedule)
+    adds = cell_weight > 0
+    features = torch.where(adds.any(1)[:, None, None, None], added, features)  # an empty map may have a bias
+    tokens = sampled.tokens.where(adds.view(*adds.shape, *(1,) * (sampled.tokens.ndim - 2)), NOTHING)
+    return ScaleOutput(features, tokens, logits, raw, x, ctx, report)

@@ -95,7 +95,7 @@ def read_request(
     `admit` refuses more images than there is memory for, before anything is made for each of them.
     """
     read_choice(output_type, "output_type", OUTPUT_TYPES)
-    method = read_method(method)
+    method = read_method(method, model.spec.name)
     if callback_on_scale_end is not None:
         require_callback(callback_on_scale_end, "callback_on_scale_end", "a ScaleEnd")
     schedule = model.schedule(height, width, aspect_ratio, pixel_budget)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nextscale.models.base import Backbone
     from nextscale.tokenizers.base import ImageTokenizer
 
+NOTHING = -1  # the token of a cell that added nothing to the map
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MAX_PARTIAL_SORT = 1024  # codes: to find a top k among them takes less memory than to sort the whole codebook
 
@@ -177,7 +178,7 @@ def sample(
         mixture = (noisy / max(0.27 * (1 - ratio * 0.95), 0.005)).softmax(dim=-1)
         return Sampled(tokens, tokenizer.soft_codes(mixture))
     if forced is not None:
-        tokens = forced
+        tokens = forced.clamp_min(0)
     return Sampled(tokens, tokenizer.codes(tokens))
 
 
@@ -201,7 +202,7 @@ def read_forced(tokens: Any, schedule: Schedule, images: int, backbone: Backbone
             t = t.expand(images, *shape)
         if t.shape != (images, *shape):
             raise NextscaleError(f"{where} have shape {list(t.shape)}, not {[images, *shape]}")
-        if t.min() < 0 or t.max() >= backbone.token_values:
-            raise NextscaleError(f"{where} must lie in 0..{backbone.token_values - 1}")
+        if t.min() < NOTHING or t.max() >= backbone.token_values:
+            raise NextscaleError(f"{where} must lie in 0..{backbone.token_values - 1}, or be {NOTHING} (adds nothing)")
         forced.append(t)
     return forced

@@ -28,6 +28,7 @@ class Method(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]  # one sentence
     paper: ClassVar[str] = ""
+    removed: ClassVar[tuple[str, ...]] = ()  # fields of earlier versions, which stored methods may still have
 
     def __post_init__(self) -> None:
         """Read fields by the kind that they are declared as; those who have ranges, too, check them behind this."""
@@ -57,6 +58,7 @@ class Method(ABC):
     @classmethod
     def from_fields(cls: type[M], fields: dict[str, Any]) -> M:
         known = [f.name for f in dataclasses.fields(cls)]
+        fields = {name: value for name, value in fields.items() if name not in cls.removed}
         unknown = [name for name in fields if name not in known]
         if unknown:
             raise NextscaleError(f"{cls.name} has no field {unknown[0]!r}; allowed: {choices(known) or 'none'}")

@@ -8,13 +8,15 @@ The one grammar of the command line, of sweeps and of `pipe(..., method="nova:ba
     setting = preset (first only) | number (the first field) | field = value
     value   = JSON | bare word | (method)
 
-Separators inside brackets or double quotes belong to the value.
+Separators inside brackets or double quotes belong to the value. A bare name takes the preset `balanced` if it was
+measured on the model at hand, otherwise the method's defaults.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import re
@@ -27,7 +29,10 @@ from nextscale.methods import METHODS, Compose, Method
 from nextscale.methods.base import read_stored
 from nextscale.methods.package_data import stored, stored_names
 
+logger = logging.getLogger(__name__)
+
 PLAIN = "none"
+MEASURED = "balanced"  # what a bare name stands for on the model that it was measured on
 MAX_LENGTH = 2000
 # A '+' joins parts where a name could follow: neither in 1e+3 nor in /data/a+b.json.
 _JOINT = re.compile(r"\+(?=\s*([A-Za-z][\w-]*\s*)?([:+]|$))")
@@ -35,17 +40,17 @@ _OPEN, _CLOSE = "([{", ")]}"
 _BARE = re.compile(r"[A-Za-z_][\w./ :-]*(?<! )")  # a text that needs no quotes
 
 
-def parse_method(text: str) -> Method | None:
-    """A method, or None for the plain run."""
+def parse_method(text: str, model: str | None = None) -> Method | None:
+    """A method, or None for the plain run; `model` is the name of the one that it is for."""
     if text.strip() == PLAIN:
         return None
     if len(text) > MAX_LENGTH:
         raise NextscaleError(f"{text!r} is too long for a method; allowed: {MAX_LENGTH} characters")
-    parts = [_part(part) for part in _split(text, _JOINT)]
+    parts = [_part(part, model) for part in _split(text, _JOINT)]
     return parts[0] if len(parts) == 1 else Compose(tuple(parts))
 
 
-def parse_methods(text: str) -> dict[str, Method | None]:
+def parse_methods(text: str, model: str | None = None) -> dict[str, Method | None]:
     """A list separated by commas; every method under the name that it was given."""
     entries = _split(text, re.compile(","))
     for i, entry in enumerate(entries):
@@ -53,7 +58,7 @@ def parse_methods(text: str) -> dict[str, Method | None]:
             raise NextscaleError(f"{text!r} has an empty place between its commas; allowed: {_allowed()}")
         if entry in entries[:i]:
             raise NextscaleError(f"the method {entry!r} stands twice in {text!r}")
-    return {entry: parse_method(entry) for entry in entries}
+    return {entry: parse_method(entry, model) for entry in entries}
 
 
 def format_method(method: Method | None) -> str:
@@ -73,9 +78,18 @@ def with_settings(method: Method, settings: Sequence[str]) -> Method:
     return dataclasses.replace(method, **{k: v for piece in settings for k, v in read_field(method, piece).items()})
 
 
-def _part(text: str) -> Method:
+def is_measured_on(method: str, preset: str, model: str | None) -> bool:
+    """Whether the package has this preset of a method, and it was measured on a model."""
+    path = stored(method, preset)
+    return model is not None and path.is_file() and read_stored(path).get("measured_on") == model
+
+
+def _part(text: str, model: str | None = None) -> Method:
     name, colon, rest = text.partition(":")
     cls = _class(name.strip())
+    if not colon and is_measured_on(cls.name, MEASURED, model):
+        logger.info("%s is %s:%s, the preset that was measured on %s", cls.name, cls.name, MEASURED, model)
+        return cls.preset(MEASURED)
     if not colon:
         return cls()
     pieces = _split(rest, re.compile(";"))
@@ -199,10 +213,10 @@ def _written(value: Any) -> str:
     return json.dumps(value)
 
 
-def read_method(method: Method | str | None) -> Method | None:
-    """Read a method, also as the command line writes it: "nova:balanced+truncate:1"."""
+def read_method(method: Method | str | None, model: str | None = None) -> Method | None:
+    """Read a method for a model, also as the command line writes it: "nova:balanced+truncate:1"."""
     if isinstance(method, str):
-        return parse_method(method)
+        return parse_method(method, model)
     if method is not None and not isinstance(method, Method):
         names = choices(METHODS)
         raise NextscaleError(f"method must be a method such as NOVA(), not {short_repr(method)}; by name: {names}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,11 @@ class CachedPolicy(Policy):
 
     A pruned token's output is its input plus the increment that the layer gave at this place one scale before
     ("residual"), or the layer's output there ("feature"), or its input alone ("zero"). At the end of a scale, cells
-    that some layer left out are sampled like all others, or add "nothing" to the map.
+    that fewer than the required share of layers computed are sampled like all others, or add "nothing" to the map.
+
+    Which of the two does less harm depends on the tokenizer ("auto"). A restored state predicts what was right one
+    scale before, and that step has been taken. Codes of a codebook can be small, so taking it again does little. Bits
+    have one amplitude at every scale: a cell near its target needs the opposite bit every time.
     """
 
     def __init__(
@@ -28,13 +34,20 @@ class CachedPolicy(Policy):
         restore_mode: str = "nearest",
         after: int = 0,
         uncomputed: str = "sample",
+        required: float = 1.0,
         extends_restore: bool = False,
     ) -> None:
-        """`extends_restore`: the subclass has a `restore` of its own, so no kernel may stand in for it."""
+        """`required`: the share of layers that must compute a cell. `extends_restore`: the subclass has a `restore` of
+        its own, so no kernel may stand in for it."""
         super().__init__(context)
-        self.kind, self.restore_mode, self.uncomputed = kind, restore_mode, uncomputed
+        self.kind, self.restore_mode = kind, restore_mode
+        self.uncomputed = uncomputed
+        if uncomputed == "auto":
+            self.uncomputed = "sample" if context.bits is None else "nothing"
+        self.required = math.ceil(required * context.depth - 1e-9)  # layers
+        self.tracks_computed = self.uncomputed == "nothing"
         self.after = after  # scales that are never followed by a reduced one need not be recorded
-        self.computed: Tensor | None = None  # cells of this scale that every layer computed, if the others add nothing
+        self.computed: Tensor | None = None  # cells [B, N] of this scale that enough layers computed, if it matters
         self.capabilities = Capabilities(
             reads_features=False,
             keeps_input=kind == "zero" and not extends_restore,
@@ -101,13 +114,16 @@ class CachedPolicy(Policy):
         return scatter(x + cached, chosen, y), scatter(cached, chosen, y - gather(x, chosen))
 
     def finalize(self, x: Tensor, ctx: ScaleContext) -> tuple[Tensor, Tensor | None]:
-        """A restored state predicts what was right one scale before. Where bits correct each other from scale to
-        scale, as they do in flat areas, that is wrong, and adding "nothing" does less harm than a sample."""
-        self.computed = None
+        """Count the layers that computed each cell."""
         taken = [next(iter(chosen.values())) for chosen in ctx.chosen]
-        reduced = {id(chosen): chosen for chosen in taken if chosen is not None}.values()  # layers may share one
-        if self.uncomputed == "sample" or not reduced:
+        reduced = [chosen for chosen in taken if chosen is not None]
+        if not reduced or not self.tracks_computed:
+            self.computed = None
             return x, None
-        masks = torch.stack([chosen.mask(ctx.scale.tokens) for chosen in reduced])
-        self.computed = masks.all(0)[: ctx.rows.images]
-        return x, self.computed.float()
+        masks = {id(chosen): chosen.mask(ctx.scale.tokens)[: ctx.rows.images] for chosen in reduced}
+        if len(masks) == 1 and len(taken) - len(reduced) < self.required:  # all layers share one selection
+            (self.computed,) = masks.values()
+        else:
+            layers = torch.stack([masks[id(chosen)] for chosen in reduced]).sum(0) + (len(taken) - len(reduced))
+            self.computed = layers >= self.required
+        return x, self.computed.float() if self.uncomputed == "nothing" else None

@@ -29,8 +29,8 @@ class SparseVAR(Method):
 
     start_scale: float = 10 / 13  # share of the schedule at which exclusion begins
     tau: float = 0.6  # a cell is low-frequency below this share of the largest change
-    block: float = 0.5  # the block whose change is measured, as a share of the depth
-    anchor: int = 4  # the top-left token of every anchor x anchor cell always stays
+    block: float = 0.5  # the block whose change is measured, as a share of the depth: 16 of 32, counted from 1
+    anchor: int = 4  # the top-left token of every anchor x anchor cell always stays; 0: there are no anchors
     similarity: float = 0.9  # below it, an excluded cell adds nothing
     restore_mode: str = "bilinear"
 
@@ -39,7 +39,7 @@ class SparseVAR(Method):
         self.require("start_scale", 0, 1, above=True)
         self.require("tau", 0, 1)
         self.require("block", 0, 1)
-        self.require("anchor", 1, 1000)
+        self.require("anchor", 0, 1000)
         self.require("similarity", -1, 1)
         self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
 
@@ -56,7 +56,7 @@ class SparseVARPolicy(Policy):
         self.method = method
         self.capabilities = Capabilities(reads_features=False, kv_tokens=0, graph_key=method)
         self.first = math.ceil(method.start_scale * len(context.schedule) - 1e-9) - 1  # index of the first sparse scale
-        self.block = min(int(method.block * context.depth), context.depth - 1)
+        self.block = max(round(method.block * context.depth) - 1, 0)  # its index
         # Its memory, all of the conditional rows: how much the block changed each cell ("change"), the cells that
         # are out ("excluded"), and the logits of the scale before.
         self.keep: Tensor | None = None  # [B, N] of this scale
@@ -84,6 +84,8 @@ class SparseVARPolicy(Policy):
         self.chosen = for_rows(ctx.rows, functools.partial(topk_select, keep.float(), keep.sum(1)))
 
     def _anchors(self, grid: Grid, device: torch.device) -> Tensor:
+        if not self.method.anchor:
+            return torch.zeros(grid[0] * grid[1], dtype=torch.bool, device=device)
         rows, columns = (torch.arange(n, device=device) % self.method.anchor == 0 for n in grid)
         return (rows[:, None] & columns).flatten()
 
@@ -102,6 +104,8 @@ class SparseVARPolicy(Policy):
         """Excluded cells take the state of the anchor whose earlier logits are most like theirs."""
         if self.keep is None:
             return x, None
+        if not self.method.anchor:  # nobody to copy from
+            return x, self.keep.to(x.dtype)
         m, grid = self.method, ctx.scale.grid
         before = self.memory["logits"].read(Rows(ctx.rows.image_ids, ()), grid, m.restore_mode)
         assert before is not None

@@ -40,26 +40,30 @@ class ToProVAR(Method):
     tau: float = 0.5  # the share of low-entropy tokens at which the reduction starts
     beta: float = 1.0  # how fast a dominant singular value makes a layer "global", which keeps its tokens
     a_min: float = 0.0  # share dropped at a pruning tendency of 0 ...
-    a_max: float = 0.7  # ... and of 1
+    a_max: float = 0.7  # ... and of 1; what exceeds 1 is clipped
     representative: float = 6 / 13  # the scale, as a share of the schedule, at which layers are told apart
     center: bool = True  # subtract the mean of a map before its singular values are taken
     entropy_from: str = "previous_scale"  # or "previous_layer"
     scale_stage: bool = True  # False: start right after the representative scale
     layer_stage: bool = True  # False: all layers alike
     token_stage: bool = True  # False: tokens of a layer leave in a fixed random order
-    restore_mode: str = "nearest"
-    uncomputed: str = "sample"  # cells that some layer left out are sampled like all others, or add "nothing"
+    rank: str = "layer"  # every layer ranks the cells by its own map; "scale": all by the mean of their maps
+    required: float = 0.5  # share of the layers that must compute a cell
+    uncomputed: str = "auto"  # other cells add "nothing" (auto: where codes are bits), or are sampled all the same
+    restore_mode: str = "bilinear"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("tau", 0, 1)
         self.require("beta", 0, 1000)
         self.require("a_min", 0, 1)
-        self.require("a_max", 0, 1)
+        self.require("a_max", 0, 1000)
         self.require("representative", 0, 1, above=True)
         self.require_one_of("entropy_from", ("previous_scale", "previous_layer"))
         self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
-        self.require_one_of("uncomputed", ("sample", "nothing"))
+        self.require_one_of("rank", ("layer", "scale"))
+        self.require("required", 0, 1)
+        self.require_one_of("uncomputed", ("auto", "sample", "nothing"))
         if self.a_min > self.a_max:
             raise NextscaleError(f"toprovar: a_min = {self.a_min} must not exceed a_max = {self.a_max}")
 
@@ -70,7 +74,7 @@ class ToProVAR(Method):
 class ToProVARPolicy(CachedPolicy):
     def __init__(self, context: PolicyContext, method: ToProVAR) -> None:
         self.landmark = max(round(method.representative * len(context.schedule)), 2) - 1  # index of that scale
-        super().__init__(context, "residual", method.restore_mode, self.landmark, method.uncomputed)
+        super().__init__(context, "residual", method.restore_mode, self.landmark, method.uncomputed, method.required)
         self.method = method
         self.dominance: dict[int, Tensor] = {}  # per image [depth]: first over second singular value of the map
         self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
@@ -100,7 +104,9 @@ class ToProVARPolicy(CachedPolicy):
         for scale, images, report in self.pending:
             for image, value in zip(images, report["rho"].tolist(), strict=True):
                 self.rho[image, scale.index + 1] = value
-                if self.depth_scale[image] is None and value >= self.method.tau:
+                # On the first grids it says nothing: of 2 x 2 cells a quarter or a half lies below the mean.
+                known = scale.index >= self.landmark
+                if known and self.depth_scale[image] is None and value >= self.method.tau:
                     self.depth_scale[image] = scale.index + 1
         self.pending.clear()
 
@@ -126,6 +132,9 @@ class ToProVARPolicy(CachedPolicy):
         m, n = self.method, scale.tokens
         tendency = self._entropy(layer, ctx)
         tendency = tendency / tendency.mean(1, keepdim=True)
+        if m.rank == "scale" and not layer:
+            maps = [self._entropy(each, ctx) for each in range(self.context.depth)]
+            self.scale_order = -torch.stack([map_ / map_.mean(1, keepdim=True) for map_ in maps]).mean(0)
         if not m.token_stage:
             tendency = torch.ones_like(tendency)
         if m.layer_stage:
@@ -136,7 +145,8 @@ class ToProVARPolicy(CachedPolicy):
         keep = 1 - (m.a_min + (m.a_max - m.a_min) * tendency).clamp(0, 1)
         count = keep.double().sum(1).round().long().clamp(1, n)
         count = torch.where(self.gather_rows(rows, self.uploads["active"]) > 0, count, n)
-        order = -tendency if m.token_stage else self.uploads[f"order {n}"].expand_as(tendency)
+        order = -tendency if m.rank == "layer" else self.scale_order
+        order = order if m.token_stage else self.uploads[f"order {n}"].expand_as(tendency)
         return for_rows(rows, functools.partial(topk_select, order, count))
 
     def _entropy(self, layer: int, ctx: ScaleContext) -> Tensor:

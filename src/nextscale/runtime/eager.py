@@ -150,10 +150,11 @@ class Eager(Executor):
     def scale_context(self, call: CallContext, batch: ScaleBatch, x: Tensor, settings: ScaleSettings) -> ScaleContext:
         """Prepare what the policy may ask for inside this scale, whose input is x."""
         backbone, rows, cond = call.backbone, batch.rows, batch.cond
+        weight = settings.weight if 0 in call.sampling.guidance_layers else 1.0
 
         def logit_lens(hidden: Tensor, guided: bool, codes: Tensor | None = None) -> Tensor:
-            if guided:
-                return guide(self.head(backbone, cond, hidden), rows.images, rows.guided, settings.weight)
+            if guided:  # as in the head
+                return guide(self.head(backbone, cond, hidden), rows.images, rows.guided, weight, settings.by)
             return self.head(backbone, cond, hidden[: rows.images], codes)  # conditional rows come first
 
         ctx = ScaleContext(batch.scale, rows, logit_lens, token_entropy=self.token_entropy)

@@ -79,7 +79,7 @@ def warm_up(
     options: dict[str, Any],
 ) -> int:
     """Call the pipeline with every shape once; return how many scales were captured."""
-    chosen = [read_method(m) for m in read_list(methods, "methods", "a list of methods")]
+    chosen = [read_method(m, pipe.spec.name) for m in read_list(methods, "methods", "a list of methods")]
     numbers = [read_count(n, "batches", 1) for n in read_list(batches, "batches", "a list of whole numbers")]
     found = [read_size(size) for size in read_list(sizes, "sizes", "a list of sizes")]
     texts = text_lengths(pipe, read_count(text_tokens, "text_tokens", 1))

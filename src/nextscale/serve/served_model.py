@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +17,7 @@ from nextscale.engine.schedule import INFINITY_GRIDS, PIXEL_BUDGETS, infinity_sc
 from nextscale.errors import NextscaleError, choices
 from nextscale.io.devices import Clock, total_memory
 from nextscale.methods.base import Method
-from nextscale.methods.naming import PLAIN, read_method
-from nextscale.methods.package_data import stored
+from nextscale.methods.naming import PLAIN, is_measured_on, read_method
 from nextscale.pipeline import Pipeline
 from nextscale.serve.jobs import ImageJob, InvalidJob
 from nextscale.serve.previews import decode_preview
@@ -78,7 +76,7 @@ class ServedModel:
     def method_of(self, quality: str, size: Size) -> str:
         """The method of a quality; the plain run where that method needs more scales than images of a size have."""
         try:
-            self.check_method(read_method(self.qualities[quality]), size)
+            self.check_method(self.read_method(self.qualities[quality]), size)
         except NextscaleError:
             return PLAIN
         return self.qualities[quality]
@@ -98,7 +96,8 @@ class ServedModel:
 
     def batch_key(self, job: ImageJob) -> tuple[Any, ...]:
         """What images of one batch share."""
-        return self.name, self.size_of(job), job.guidance_scale, read_method(job.method), job.negative_prompt is None
+        method = self.read_method(job.method)
+        return self.name, self.size_of(job), job.guidance_scale, method, job.negative_prompt is None
 
     def check(self, job: ImageJob) -> None:
         """Refuse what can never be made."""
@@ -109,7 +108,7 @@ class ServedModel:
         if not job.seeds:
             raise InvalidJob("a job needs a seed for each of its images, and has none", "n")
         with blaming("method"):
-            self.check_method(read_method(job.method), size)
+            self.check_method(self.read_method(job.method), size)
         if isinstance(job.prompt, str):
             self.check_texts(job.prompt, job.negative_prompt)
         sampling = {"negative_prompt": job.negative_prompt, "guidance_scale": job.guidance_scale}
@@ -124,6 +123,9 @@ class ServedModel:
         if hasattr(self.pipe.text_encoder, "check"):
             with blaming("prompt"):
                 self.pipe.text_encoder.check(prompt)  # type: ignore[union-attr]
+
+    def read_method(self, method: Method | str) -> Method | None:
+        return read_method(method, self.pipe.spec.name)
 
     def check_method(self, method: Method | None, size: Size) -> None:
         """Refuse a method that cannot begin with images of a size. The device may be capturing: leave it alone."""
@@ -210,6 +212,4 @@ def blaming(param: str) -> Iterator[None]:
 
 def measured_preset(model: str, level: str, otherwise: str = PLAIN) -> str:
     """The preset of NOVA that was measured on a model, if there is one."""
-    path = stored("nova", level)
-    measured_on = json.loads(path.read_text(encoding="utf-8")).get("measured_on") if path.is_file() else None
-    return f"nova:{level}" if measured_on == model else otherwise
+    return f"nova:{level}" if is_measured_on("nova", level, model) else otherwise

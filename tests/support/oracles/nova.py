@@ -1,4 +1,4 @@
-"""NOVA's eq. 4 to 16, with its literal ranking: every layer by itself."""
+"""NOVA's eq. 4 to 16, with cells ranked by every layer for itself, or once per scale."""
 
 from __future__ import annotations
 
@@ -29,22 +29,29 @@ class Nova:
         guidance: tuple[float, ...] | None = None,  # weights, if entropies are those of the guided prediction
         most_kept: float = 1.0,
         mode: str = "bilinear",
+        by_scale: bool = False,  # ranked once, by what was known before the scale
+        rounds: bool = False,  # counts are the nearest ones, and may be 0
+        required: float = 1.0,  # share of layers that must compute a cell; others keep their newest entropy, ...
+        holds: bool = False,  # ... if this is so
     ) -> None:
         self.run, self.image, self.margins = run, image, Margins()
         self.metric, self.probe, self.first_layer = metric, probe, first_layer
         self.codes, self.unit, self.guidance, self.mode, self.linked = codes, unit, guidance, mode, layer_linkage
-        self.final = [self._entropy(self._seen(s)) for s in run.scales]  # eq. 4, [N] of every scale
-        self.mean = [float(f.mean()) for f in self.final]  # eq. 7
-        self.growth = {t: b - a for t, (a, b) in enumerate(zip(self.mean, self.mean[1:], strict=False), start=1)}
-        self._find_star(t_est, alpha)
+        self.by_scale, self.rounds, self.required, self.holds = by_scale, rounds, required, holds
+        self.final: list[np.ndarray] = []  # eq. 4, [N] of every scale
+        self.mean: list[float] = []  # eq. 7
+        self.growth: dict[int, float] = {}
+        self.star, self.eta, self.smoothed = None, None, {}
         self.ratio, self.layer_mean, self.layer_ratio = {}, {}, {}
         self.kept: dict[tuple[int, int], np.ndarray] = {}
+        self.computed: dict[int, np.ndarray] = {}  # of reduced scales
         self.attention: dict[int, np.ndarray] = {}  # of the newest scale, by layer
         self.learned: list[float] = []  # layer means of the last complete scale
         for t in range(len(run.scales)):
             self.ratio[t] = self._scale_ratio(t, tau, lam, ratios)
             for layer in range(run.depth):
                 self._decide(t, layer, most_kept)
+            self._look(t, t_est, alpha)
             if metric == "attention":
                 self._attend(t)
             if not self.ratio[t]:
@@ -52,17 +59,32 @@ class Nova:
 
     # When (eq. 8 to 10)
 
-    def _find_star(self, t_est: int, alpha: float) -> None:
+    def _look(self, t: int, t_est: int, alpha: float) -> None:
+        """What is known when the scale is over."""
+        entropy = self._entropy(self._seen(self.run.scales[t]))
+        if self.ratio[t]:
+            layers = sum(self.kept[t, j].astype(int) for j in range(self.run.depth))
+            self.computed[t] = layers >= int(np.ceil(self.required * self.run.depth - 1e-9))
+            if self.holds:
+                entropy = np.where(self.computed[t], entropy, self._before(t))
+        self.final.append(entropy)
+        self.mean.append(float(entropy.mean()))
         g = self.growth
-        self.eta = float(np.mean([g[t] for t in range(1, t_est)]))
-        self.smoothed = {t: (g[t] + g[t - 1]) / 2 for t in range(t_est, len(self.run.scales))}
-        self.star = None
-        for t, value in self.smoothed.items():
+        if t:
+            g[t] = self.mean[t] - self.mean[t - 1]
+        if t == t_est - 1:
+            self.eta = float(np.mean([g[k] for k in range(1, t_est)]))
+        if t >= t_est:
+            self.smoothed[t] = (g[t] + g[t - 1]) / 2
+        if t >= t_est and self.star is None:
             if self.eta > 0:
-                self.margins.of(value - alpha * self.eta)
-            if self.eta <= 0 or value <= alpha * self.eta:
+                self.margins.of(self.smoothed[t] - alpha * self.eta)
+            if self.eta <= 0 or self.smoothed[t] <= alpha * self.eta:
                 self.star = t
-                return
+
+    def _before(self, t: int) -> np.ndarray:
+        """The final entropies of the scale before, on the grid of this one."""
+        return resize_cells(self.final[t - 1], self.run.scales[t - 1].grid, self.run.scales[t].grid, self.mode)
 
     # How many (eq. 11 to 13)
 
@@ -85,8 +107,12 @@ class Nova:
             ratio = ratio * (1 - (mean - mu) / mu)
         clipped = float(np.clip(ratio, 1 - most_kept, 1))
         self.layer_ratio[t, layer] = clipped
-        dropped = self.margins.floor(ratio * n) if clipped == ratio < 1 else int(np.floor(clipped * n))
-        count = max(n - dropped, 1)
+        if self.rounds:
+            count = int(np.floor(n * (1 - clipped) + 0.5))
+            self.margins.of(n * (1 - clipped) % 1 - 0.5)
+        else:
+            dropped = self.margins.floor(ratio * n) if clipped == ratio < 1 else int(np.floor(clipped * n))
+            count = max(n - dropped, 1)
         self.kept[t, layer] = self.margins.keep(self._score(t, layer, entropy), count)
 
     # Which
@@ -94,15 +120,16 @@ class Nova:
     def _score(self, t: int, layer: int, entropy: np.ndarray) -> np.ndarray:
         grid = self.run.scales[t].grid
         before = self.run.scales[t - 1]
+        layers = range(self.run.depth) if self.by_scale else [layer]
         if self.metric == "attention":  # attention that is spread over everything looks at nothing
-            return -resize_cells(self.attention[layer], before.grid, grid, self.mode)
+            return -np.mean([resize_cells(self.attention[j], before.grid, grid, self.mode) for j in layers], axis=0)
         if self.metric == "mse":
-            key = self._group(t - 1, layer)
-            change = ((before.outputs[key] - before.inputs[key])[self.image] ** 2).mean(-1)
-            return resize_cells(change, before.grid, grid, self.mode)
+            keys = [self._group(t - 1, j) for j in layers]
+            change = [((before.outputs[key] - before.inputs[key])[self.image] ** 2).mean(-1) for key in keys]
+            return resize_cells(np.mean(change, axis=0), before.grid, grid, self.mode)
         if self.metric == "random":
             return uniform(self.run.scales[t].tokens, seed=t)
-        return entropy
+        return self._before(t) if self.by_scale else entropy
 
     # Entropies
 
@@ -133,8 +160,7 @@ class Nova:
 
     def _layer_entropy(self, t: int, layer: int) -> tuple[np.ndarray, float]:
         if self.probe == "previous" or layer < self.first_layer:
-            before = self.run.scales[t - 1]
-            map_ = resize_cells(self.final[t - 1], before.grid, self.run.scales[t].grid, self.mode)
+            map_ = self._before(t)
             known = self.probe == "previous" and self.linked and self.learned
             return map_, self.learned[layer] if known else float(map_.mean())
         found = self._lens(t, layer)

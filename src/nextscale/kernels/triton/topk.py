@@ -56,7 +56,7 @@ def fused_link_and_select(
         *_split_float(rule.lowest),
         LINKED=rule.linked,
         MEAN_KNOWN=mean is not None,
-        EMPTY=rule.empty,
+        ROUNDS=rule.rounds,
         COPIES=final_copies,
         LAYERS=triton.next_power_of_2(len(layer_stats)),
         **_blocks(cells),
@@ -191,7 +191,7 @@ def _link_and_select(
     lowest_rest,
     LINKED: tl.constexpr,
     MEAN_KNOWN: tl.constexpr,
-    EMPTY: tl.constexpr,
+    ROUNDS: tl.constexpr,
     COPIES: tl.constexpr,
     LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -216,11 +216,12 @@ def _link_and_select(
             deviation = tl.where(deviation - deviation == 0, deviation, 0.0)  # as if it were finite
     one = tl.full((), 1.0, tl.float64)
     ratio = tl.maximum(scale_ratio * (one - deviation), lowest * one + lowest_rest)
-    ratio = tl.minimum(ratio, one - 1.1102230246251565e-16)  # the largest number below 1
+    ratio = tl.minimum(ratio, one)
     ratio = tl.where(scale_ratio > 0, ratio, scale_ratio)
-    kept = cells - tl.floor(ratio * cells).to(tl.int32)
-    if not EMPTY:
-        kept = tl.maximum(kept, 1)
+    if ROUNDS:
+        kept = tl.floor((one - ratio) * cells + 0.5).to(tl.int32)
+    else:
+        kept = tl.maximum(cells - tl.floor(ratio * cells).to(tl.int32), 1)
     stats_ptr = layer_stats_ptr + layer * 4 * images + image
     tl.store(stats_ptr, mean)
     tl.store(stats_ptr + images, ratio)

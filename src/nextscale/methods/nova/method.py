@@ -15,8 +15,12 @@ from nextscale.methods.tables import read_table
 class NOVA(Method):
     """Important: `alpha` (when to start) and `tau` (how steeply the ratio rises from scale to scale).
 
-    The rest either is the paper's setting or replaces a part of the method, for its ablations.
+    The rest either is the paper's setting, or settles what the paper leaves open, or replaces a part of the method for
+    its ablations. `NOVA.preset("literal")` reads the paper to the letter: every layer ranks the cells by its own lens,
+    and all cells are sampled. That destroys images of models whose codes are bits (docs/results.md).
     """
+
+    removed = ("allow_empty",)
 
     name = "nova"
     summary = "Entropy growth starts the reduction, entropy picks the tokens, a residual cache restores the others."
@@ -31,18 +35,16 @@ class NOVA(Method):
     layer_linkage: bool = True  # False: every layer has the scale's ratio
     metric: str = "entropy"  # which tokens stay: entropy | attention | mse | random
     cache: str = "residual"  # what pruned tokens are restored from: residual | feature | zero
-    uncomputed: str = (
-        "sample"  # cells that some layer left out are sampled like all others, or add "nothing" to the map
-    )
+    rank: str = "scale"  # cells are ranked once per scale, by what is known before it; or in every "layer" anew
+    required: float = 0.5  # share of the layers that must compute a cell
+    uncomputed: str = "auto"  # other cells add "nothing" (auto: where codes are bits), or are sampled all the same
+    counts: str = "round"  # kept tokens: the nearest number; "floor": dropped ones rounded down, and one always stays
     restore_mode: str = "bilinear"  # how a cached map is enlarged: nearest | area | bilinear | bicubic
-    probe: str = "auto"  # a layer's entropy: lens | lens_topk | previous; auto = lens for bits, else lens_topk
-    probe_from_layer: int = (
-        1  # 2: the first layer, which sees bare embeddings, uses `previous` and stays out of the mean
-    )
+    probe: str = "previous"  # a layer's entropy: as it was at the scale before | lens | lens_topk | auto, one of these
+    probe_from_layer: int = 1  # 2: the first layer, which sees bare embeddings, stays out of the mean
     unit: str = "token"  # entropy of a token of bits: their sum, or "bit": their mean
     entropy_of: str = "conditional"  # or "guided": after temperature and guidance
     max_layer_keep: float = 1.0  # the largest share of tokens that a reduced layer keeps
-    allow_empty: bool = False  # a layer may keep no token at all
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +55,10 @@ class NOVA(Method):
         self.require("max_layer_keep", 0, 1, above=True)
         self.require_one_of("metric", ("entropy", "attention", "mse", "random"))
         self.require_one_of("cache", ("residual", "feature", "zero"))
-        self.require_one_of("uncomputed", ("sample", "nothing"))
+        self.require_one_of("rank", ("scale", "layer"))
+        self.require("required", 0, 1)
+        self.require_one_of("uncomputed", ("auto", "sample", "nothing"))
+        self.require_one_of("counts", ("round", "floor"))
         self.require_one_of("restore_mode", ("nearest", "area", "bilinear", "bicubic"))
         self.require_one_of("probe", ("auto", "lens", "lens_topk", "previous"))
         self.require_one_of("probe_from_layer", (1, 2))

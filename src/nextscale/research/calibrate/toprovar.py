@@ -17,7 +17,9 @@ from nextscale.pipeline import Pipeline
 from nextscale.research.calibrate import batches
 
 logger = logging.getLogger(__name__)
-BISECTIONS = 8  # halvings of the interval in which a_max is sought
+BISECTIONS = 10  # halvings of the interval in which a_max is sought
+MAX_A = 8.0  # its end: eq. 6 clips
+QUANTILES = (0.5, 0.75, 0.9, 1.0)  # of the dominances of all layers; with a higher one more layers can be thinned
 
 
 def calibrate_toprovar(
@@ -27,22 +29,25 @@ def calibrate_toprovar(
     if not 0 < target < 1:
         raise NextscaleError(f"target must lie in (0, 1), not {target!r}")
     calls = list(batches(pipe, prompts, seed))
-    with bar("calibrate toprovar", len(calls) * (1 + BISECTIONS), pipe.progress_bar) as advance:
+    with bar("calibrate toprovar", len(calls) * (1 + len(QUANTILES) + BISECTIONS), pipe.progress_bar) as advance:
         lows, dominances = _entropies(pipe, calls, options, advance)
-        tau = statistics.median(lows)
-        dominance_excess = statistics.median(dominances) - 1
-        if not dominance_excess > 0:
-            raise NextscaleError("the attention maps of this model have no dominant direction: beta cannot be told")
-        method = ToProVAR(tau=tau, beta=math.log(2) / dominance_excess)
-        low, high, share = 0.0, 1.0, 1.0
-        for _ in range(BISECTIONS):
+        for quantile in QUANTILES:
+            excess = _quantile(dominances, quantile) - 1
+            if not excess > 0:
+                raise NextscaleError("the attention maps of this model have no dominant direction: beta cannot be told")
+            method = ToProVAR(tau=statistics.median(lows), beta=math.log(2) / excess, a_max=MAX_A)
+            share = _share(pipe, calls, method, options, advance)
+            if share <= target:
+                break
+        low, high = 0.0, MAX_A
+        for _ in range(BISECTIONS if share <= target else 0):
             middle = (low + high) / 2
-            share = _share(pipe, calls, dataclasses.replace(method, a_max=middle), options, advance)
-            low, high = (middle, high) if share > target else (low, middle)
+            found = _share(pipe, calls, dataclasses.replace(method, a_max=middle), options, advance)
+            low, high, share = (middle, high, share) if found > target else (low, middle, found)
     method = dataclasses.replace(method, a_max=high)
-    if high == 1.0:
+    if share > target:
         logger.warning(
-            "toprovar on %s computes %.0f %% of the tokens even with a_max = 1, not %.0f %%",
+            "toprovar on %s computes %.0f %% of the tokens at least, not %.0f %%",
             pipe.spec.name,
             100 * share,
             100 * target,
@@ -54,8 +59,13 @@ def calibrate_toprovar(
         "prompts": len(prompts),
         "target": target,
         "reached": share,
+        "quantile": quantile,  # of dominance, at which a layer counts as half a detail layer
         "fields": dataclasses.asdict(method),
     }
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
 def _entropies(
