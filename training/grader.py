@@ -3,13 +3,16 @@
     python -m training.grader [--recognizer FOLDER]     # writes the shares into the recognizer's config.json
 
 The images go through the tokenizer, as generated ones do. Wrong ones are near misses: another object, one too many
-or too few, another color, the two things exchanged. Scenes are drawn anew; none was trained on.
+or too few, another color, the two things exchanged. Scenes are drawn anew; none was trained on. Backgrounds are white,
+and the full ones of the frozen list.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,11 @@ import torch
 
 from nextscale.pipeline import Pipeline
 from nextscale.research.evaluate.recognizer import FOLDER, load_recognizer, read_about
-from nextscale.research.evaluate.scenes import TASKS, SceneObject, ScenePrompt
+from nextscale.research.evaluate.scenes import BACKGROUNDS, TASKS, SceneObject, ScenePrompt
 from nextscale.text.words import Lexicon
 from training.common import arguments, device, make_painter, read_config
 from training.scene_prompts import ScenePromptSampler
-from training.scenes import Item, Scene, Scenes, batch_of, read_vocabulary, words_of
+from training.scenes import PLACES, Item, Scene, Scenes, batch_of, read_vocabulary, words_of
 
 
 def spoilt(scene_prompt: ScenePrompt, scene_prompts: ScenePromptSampler, rng: np.random.Generator) -> ScenePrompt:
@@ -52,7 +55,7 @@ def spoilt(scene_prompt: ScenePrompt, scene_prompts: ScenePromptSampler, rng: np
 
 
 def scene_of(scene_prompt: ScenePrompt, drawer: Scenes, rng: np.random.Generator) -> Scene:
-    """An image of it, in any style, on the white background that prompts without one mean."""
+    """An image of it, in any style."""
     shapes = [s["name"] for s in drawer.shapes]
 
     def item(thing: SceneObject) -> Item:
@@ -65,9 +68,19 @@ def scene_of(scene_prompt: ScenePrompt, drawer: Scenes, rng: np.random.Generator
     items = tuple(map(item, scene_prompt.things))
     counts = [i.count for i in items]
     relation = scene_prompt.relation or ("left of" if len(items) > 1 else None)
-    white = (drawer.white, drawer.white)
     places = drawer.places(rng, relation, counts)
-    return Scene(scene_prompt.task, items, int(rng.integers(3)), "plain", white, places, "a circle")
+    background, colors = background_of(scene_prompt.prompt, drawer)
+    return Scene(scene_prompt.task, items, int(rng.integers(3)), background, colors, places, "a circle")
+
+
+def background_of(prompt: str, drawer: Scenes) -> tuple[str, tuple[int, int]]:
+    """What a prompt has behind its things, white if it names nothing: the painter's name for it, and its colors."""
+    if place := next((name for name, words in PLACES.items() if prompt.endswith(f" {words}")), None):
+        return place, (drawer.white, drawer.white)
+    if found := re.search(r" on an? (\w+)(?: to (\w+))? (\w+) background$", prompt):
+        first, second, pattern = found.groups()
+        return pattern, (drawer.colors.index(first), drawer.colors.index(second or first))
+    return "plain", (drawer.white, drawer.white)
 
 
 def visible(scene: Scene, drawer: Scenes) -> bool:
@@ -78,6 +91,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--recognizer", type=Path, default=FOLDER)
     parser.add_argument("--per-task", type=int, default=200, help="right images of a task, and as many wrong ones")
+    parser.add_argument("--background", choices=BACKGROUNDS, help="only this kind; the other's shares stay as they are")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     config, where, vocabulary = read_config(options.config, options.smoke), device(), read_vocabulary()
@@ -86,10 +100,12 @@ def main() -> None:
     pipe = Pipeline.from_pretrained(device=where, progress_bar=False)
     tokenizer, schedule = pipe.tokenizer, pipe.schedule(pixel_budget="0.06M" if options.smoke else None)
     drawer, lexicon, rng = Scenes(vocabulary, jitter=2.0), Lexicon(words_of(vocabulary)), np.random.default_rng(77)
-    scene_prompts, result = ScenePromptSampler(vocabulary, seed=1), {}
-    for task in TASKS:
+    scene_prompts = ScenePromptSampler(vocabulary, seed=1)
+    backgrounds = (options.background,) if options.background else BACKGROUNDS
+    result: dict[str, dict[str, Any]] = {background: {} for background in backgrounds}
+    for background, task in itertools.product(backgrounds, TASKS):
         pairs = []  # a scene, and whether it is as asked
-        for scene_prompt in scene_prompts.make(task, 2 if options.smoke else options.per_task):
+        for scene_prompt in scene_prompts.make(task, 2 if options.smoke else options.per_task, background):
             for shown, right in ((scene_prompt, True), (spoilt(scene_prompt, scene_prompts, rng), False)):
                 scene = scene_of(shown, drawer, rng)
                 if visible(scene, drawer):
@@ -103,9 +119,10 @@ def main() -> None:
             verdicts += [
                 (scene_prompt.passes(f), right) for (scene_prompt, _, right), f in zip(part, found, strict=True)
             ]
-        result[task] = share(verdicts)
-        print(f"{task:<20} {json.dumps(result[task])}", flush=True)
-    about: dict[str, Any] = {**read_about(options.recognizer), "accuracy": result}
+        result[background][task] = share(verdicts)
+        print(f"{background:<6} {task:<20} {json.dumps(result[background][task])}", flush=True)
+    about = read_about(options.recognizer)
+    about["accuracy"] = {**about.get("accuracy", {}), **result}
     if not options.smoke:
         (options.recognizer / "config.json").write_text(json.dumps(about) + "\n")
 

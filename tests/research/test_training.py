@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import logging
 import sys
@@ -15,7 +16,7 @@ import torch
 from nextscale import Pipeline
 from nextscale.models.text_conditioning import TextCondition
 from nextscale.research.evaluate.recognizer import Detection, load_recognizer
-from nextscale.research.evaluate.scenes import TASKS, ScenePrompt, read_scene_prompts
+from nextscale.research.evaluate.scenes import BACKGROUNDS, FROZEN, TASKS, ScenePrompt, read_scene_prompts
 from nextscale.testing import randomize
 from nextscale.text.words import Lexicon, WordEncoder
 
@@ -25,7 +26,7 @@ sys.path.insert(0, str(ROOT))  # `training` is not part of the package
 from training import common, grader, scenes  # noqa: E402
 from training.painter import Painter, stand_ins  # noqa: E402
 from training.prompts import FIXED  # noqa: E402
-from training.scene_prompts import PER_TASK, ScenePromptSampler, captions  # noqa: E402
+from training.scene_prompts import ScenePromptSampler, captions, frozen  # noqa: E402
 from training.train_transformer import Trainer  # noqa: E402
 
 
@@ -171,8 +172,7 @@ def test_every_stage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_frozen_questions_are_these(vocabulary: dict) -> None:
-    scene_prompts = ScenePromptSampler(vocabulary)
-    assert [a for task in TASKS for a in scene_prompts.make(task, PER_TASK)] == read_scene_prompts()
+    assert all(frozen(vocabulary, name) == read_scene_prompts(name) for name in FROZEN)
     assert captions(vocabulary) == (ROOT / "benchmarks" / "prompts.txt").read_text().splitlines()
 
 
@@ -186,6 +186,8 @@ def test_near_misses_are_wrong(vocabulary: dict) -> None:
 
     def look(scene_prompt: ScenePrompt) -> list[Detection]:
         scene = grader.scene_of(scene_prompt, drawer, rng)
+        behind = scene.background, scene.colors[0] == drawer.white
+        assert (behind == ("plain", True)) == (scene_prompt.background == "white"), scene_prompt
         shapes = vocabulary["shapes"]
         return [
             Detection(vocabulary["objects"][item.index]["name"], "red", x, y, 1.0, 1.0)
@@ -194,8 +196,8 @@ def test_near_misses_are_wrong(vocabulary: dict) -> None:
             for item, (x, y, _) in scene.copies
         ]
 
-    for task in TASKS:
-        for scene_prompt in scene_prompts.make(task, 30):
+    for task, background in itertools.product(TASKS, BACKGROUNDS):
+        for scene_prompt in scene_prompts.make(task, 30, background):
             assert scene_prompt.passes(look(scene_prompt)), scene_prompt
             assert not scene_prompt.passes(look(grader.spoilt(scene_prompt, scene_prompts, rng))), scene_prompt
 

@@ -21,15 +21,21 @@ from nextscale.errors import NextscaleError
 
 app = typer.Typer(help="Measure methods: quality and cost in one table.", no_args_is_help=True)
 Out = Annotated[Path, typer.Option(help="The folder of results; a run that was stopped goes on in it.")]
-Quick = Annotated[bool, typer.Option("--quick", help="4 prompts of each task, one seed: minutes on a CPU.")]
-Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of each task. Default: all 60.")]
+Lists = Annotated[
+    str, typer.Option(help="Lists of prompts: white and full, by their backgrounds, and tuning, to choose settings on.")
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="2 prompts of each task and background, one seed: minutes on a CPU.")
+]
+Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of each task and background. Default: all.")]
 Seeds = Annotated[int, typer.Option(min=1, help="Images of each prompt.")]
 Batch = Annotated[int, typer.Option(min=1, help="Images at a time; seconds are per image of such a batch.")]
 Reference = Annotated[
     bool, typer.Option(help="Also as many plain images of other seeds, for Fréchet and kernel distance.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No bars.")]
-QUICK = 4  # prompts of each task
+BOTH = "white,full"
+QUICK = 2  # prompts of each task and background
 
 
 @app.command()
@@ -39,6 +45,7 @@ def scenes(
         typer.Option(help="Separated by commas, e.g. none,nova:balanced,truncate:2.", autocompletion=complete.methods),
     ] = ("none,nova:balanced"),
     out: Out = Path("scenes"),
+    lists: Lists = BOTH,
     quick: Quick = False,
     prompts: Prompts = None,
     seeds: Seeds = 2,
@@ -56,16 +63,18 @@ def scenes(
     from nextscale.methods.naming import parse_methods
     from nextscale.research.analyze.runs import require_start
     from nextscale.research.evaluate import session
-    from nextscale.research.evaluate.report import EvaluationReport
+    from nextscale.research.evaluate.report import by_background
 
-    asked = parse_methods(methods)
+    asked, found = parse_methods(methods), read_lists(lists)
     with session.at_work(out):
-        bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
+        bench = make_bench(
+            found, model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad
+        )
         asked = parse_methods(methods, bench.pipe.spec.name)
         require_start(bench.pipe, asked, **bench.size)
-        report = EvaluationReport(bench.items, bench.run(asked, reference, False if quiet else None))
-        rows = report.rows()
-        session.save(bench, asked, report, rows)
+        cells = bench.run(asked, reference, False if quiet else None)
+        rows = [row for report in by_background(bench.items, cells) for row in report.rows()]
+        session.save(bench, asked, cells, rows)
     _print(rows, bench, "seconds", {})
     typer.echo(f"wrote {out}")
 
@@ -79,6 +88,7 @@ def sweep(
         bool, typer.Option("--so-far", help="Compute nothing: the table of what is there of every method.")
     ] = False,
     against: Annotated[str, typer.Option(help="Curves to compare with at equal cost.")] = "truncate,fastvar",
+    lists: Lists = BOTH,
     quick: Quick = False,
     prompts: Prompts = None,
     seeds: Seeds = 1,
@@ -98,38 +108,50 @@ def sweep(
     from nextscale.research.evaluate import session
     from nextscale.research.evaluate.curve import best, draw_curves
     from nextscale.research.evaluate.presets import presets, write_presets
-    from nextscale.research.evaluate.report import COSTS, EvaluationReport
+    from nextscale.research.evaluate.report import COSTS, by_background
     from nextscale.research.evaluate.sweep import read_sweep
 
     if cost not in COSTS:
         raise NextscaleError(f"unknown cost {cost!r}; allowed: {', '.join(COSTS)}")
     require_matplotlib()
-    plan = read_sweep(name)
+    plan, found = read_sweep(name), read_lists(lists)
     asked = plan.methods
     # Who computes nothing may look on while another process does.
     with contextlib.nullcontext() if so_far else session.at_work(out):
-        bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
+        bench = make_bench(
+            found, model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad
+        )
         if so_far:
             bench.items = bench.items[: bench.complete_items(asked, reference)]
             if not bench.items:
                 raise NextscaleError(f"{out} holds no image that all methods have drawn yet")
         require_start(bench.pipe, asked, **bench.size)
-        report = EvaluationReport(bench.items, bench.run(asked, reference, False if quiet else None), cost)
+        cells = bench.run(asked, reference, False if quiet else None)
         # A curve begins where nothing is left out.
         others = {c: ("none", *plan.curves[c]) for c in against.split(",") if c in plan.curves}
-        rows = report.rows(others)
-        session.save(bench, asked, report, rows)
+        rows = [row for report in by_background(bench.items, cells, cost) for row in report.rows(others)]
+        session.save(bench, asked, cells, rows)
         qualities = ("scenes", "psnr", "perceptual") if bench.with_features else ("scenes", "psnr", "ssim")
         title = f"{bench.pipe.spec.name}, {len(bench.items)} images, {bench.pipe.device.type}"
         draw_curves(rows, plan.curves, out / "curve.png", cost, qualities, title)
-        where = f"nextscale eval sweep {name} --cost {cost}: {title}"
-        write_presets(out / "presets", presets(rows, asked, cost, bench.pipe.spec.name, where))
+        where = f"nextscale eval sweep {name} --lists {lists} --cost {cost}: {title}"
+        faithful = {entry for curve in plan.faithful for entry in plan.curves[curve]}
+        write_presets(out / "presets", presets(rows, asked, cost, bench.pipe.spec.name, where, faithful))
     _print(rows, bench, cost, others)
-    typer.echo(f"Pareto set in PSNR: {', '.join(best(rows, cost, 'psnr'))}")
+    for background in dict.fromkeys(row.background for row in rows):
+        ours = best([row for row in rows if row.background == background], cost, "psnr")
+        typer.echo(f"Pareto set in PSNR, {background} backgrounds: {', '.join(ours)}")
     typer.echo(f"wrote {out}")
 
 
+def read_lists(text: str) -> list[Any]:
+    from nextscale.research.evaluate.scenes import read_scene_prompts
+
+    return read_scene_prompts(*(name.strip() for name in text.split(",")))
+
+
 def make_bench(
+    scene_prompts: list[Any],
     model: str | None,
     weights: str | None,
     device: str | None,
@@ -145,10 +167,9 @@ def make_bench(
     from nextscale.research.evaluate import session
     from nextscale.research.evaluate.bench import Bench, make_items
     from nextscale.research.evaluate.features import why_missing
-    from nextscale.research.evaluate.scenes import first_per_task, read_scene_prompts
+    from nextscale.research.evaluate.scenes import first_per_task
     from nextscale.research.prompt_checks import bad_prompts, refuse
 
-    scene_prompts = read_scene_prompts()
     per_task = prompts or (QUICK if quick else None)
     scene_prompts = scene_prompts if per_task is None else first_per_task(scene_prompts, per_task)
     pipe = load_pipeline(model, weights, device, dtype, progress_bar=False)
@@ -182,11 +203,23 @@ def _print(rows: Any, bench: Any, cost: str, others: dict[str, Any]) -> None:
         return f"{value * scale:.{digits}f}" if isinstance(value, float) else f"{value:.{digits}f}"
 
     kernel = any(row.values["kernel"] is not None for row in rows)
-    head = ["method", "scenes (95 %)", "seconds", "speed", "tokens", "FLOPs", "PSNR", "SSIM", "perceptual"]
+    head = [
+        "method",
+        "background",
+        "scenes (95 %)",
+        "seconds",
+        "speed",
+        "tokens",
+        "FLOPs",
+        "PSNR",
+        "SSIM",
+        "perceptual",
+    ]
     table = Table(*head, *(["Fréchet", "kernel"] if kernel else []), *[f"PSNR vs {c}" for c in others], box=None)
-    for row in rows:
+    order = list(dict.fromkeys(row.name for row in rows))
+    for row in sorted(rows, key=lambda row: order.index(row.name)):
         v = row.values
-        cells = [row.name, show(v["scenes"], 3), show(v["seconds"], 2), show(v.get("speed"), 2)]
+        cells = [row.name, row.background, show(v["scenes"], 3), show(v["seconds"], 2), show(v.get("speed"), 2)]
         cells += [show(v["tokens"], 1, 100) + " %", show(v["flops"], 1, 100) + " %"]
         cells += [_mean(v[q], d) for q, d in (("psnr", 1), ("ssim", 4), ("perceptual", 3))]
         cells += [show(v["frechet"], 2), show(v["kernel"], 4)] if kernel else []

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from nextscale.cli import complete
-from nextscale.cli.evaluate import Batch, Out, Prompts, Quick, Quiet, Seeds, make_bench
+from nextscale.cli.evaluate import Batch, Lists, Out, Prompts, Quick, Quiet, Seeds, make_bench, read_lists
 from nextscale.cli.options import Device, Dtype, Model, PixelBudget, SkipBad, Weights
 from nextscale.errors import NextscaleError
 
@@ -24,6 +24,7 @@ def tune(
     cost: Annotated[str, typer.Option(help="What to save: seconds, flops or tokens.")] = "seconds",
     space: Annotated[Path | None, typer.Option(help="Another search space, as JSON.", show_default=False)] = None,
     out: Out = Path("tune"),
+    lists: Lists = "tuning",
     quick: Quick = False,
     prompts: Prompts = None,
     seeds: Seeds = 1,
@@ -45,10 +46,12 @@ def tune(
 
     if cost not in COSTS:
         raise NextscaleError(f"unknown cost {cost!r}; allowed: {', '.join(COSTS)}")
-    budget, fields = read_budget(max_drop), read_space(method, space)
+    budget, fields, found = read_budget(max_drop), read_space(method, space), read_lists(lists)
     require_writable(preset)
     with session.at_work(out):
-        bench = make_bench(model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
+        bench = make_bench(
+            found, model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad
+        )
         best, done = search(bench, method, budget, fields, trials, cost, False if quiet else None)
     with atomic_write(preset) as file:
         file.write(as_json(as_preset(best, bench, budget, cost, trials)))

@@ -170,13 +170,16 @@ class Bench:
 
 
 def make_items(scene_prompts: Sequence[ScenePrompt], seeds: int) -> list[Item]:
-    """Pair every prompt with as many seeds; no two images share one. Tasks take turns, so that the first part of an
-    evaluation is already a small one of all."""
-    counts: Counter[str] = Counter()
+    """Pair every prompt with as many seeds; no two images share one.
+
+    Tasks and backgrounds take turns, so that the first part of an evaluation is already a small one of all.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
     turn = []
     for scene_prompt in scene_prompts:
-        turn.append(counts[scene_prompt.task])
-        counts[scene_prompt.task] += 1
+        kind = scene_prompt.background, scene_prompt.task
+        turn.append(counts[kind])
+        counts[kind] += 1
     order = sorted(range(len(scene_prompts)), key=lambda i: turn[i])
     return [Item(scene_prompts[i], 1000 * r + i) for r in range(seeds) for i in order]
 

@@ -1,7 +1,8 @@
-"""The figure of a sweep: quality against cost, one line per method."""
+"""The figure of a sweep: quality against cost, one line per method, one row of panels per kind of background."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,11 +31,14 @@ def draw_curves(
     plt = require_matplotlib()
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-    by_name = {row.name: row for row in rows}
+    found = {(row.background, row.name): row for row in rows}
+    backgrounds = list(dict.fromkeys(row.background for row in rows))
+    size = 3.9 * len(qualities), 3.4 * len(backgrounds) + 0.8
     figure, panels = plt.subplots(
-        1, len(qualities), figsize=(3.9 * len(qualities), 4.2), layout="constrained", squeeze=False
+        len(backgrounds), len(qualities), figsize=size, layout="constrained", squeeze=False, sharex=True
     )
-    for axes, quality in zip(panels[0], qualities, strict=True):
+    for axes, (background, quality) in zip(panels.flat, itertools.product(backgrounds, qualities), strict=True):
+        by_name = {name: found[background, name] for curve in curves.values() for name in curve}
         for n, (curve, names) in enumerate(curves.items()):
             points = sorted(
                 (x, e.value, e.low, e.high)
@@ -50,7 +54,10 @@ def draw_curves(
             style = {"ls": "--" if again else "-", "mfc": "white" if again else color}
             axes.fill_between(at, low, high, color=color, alpha=0.12, lw=0)
             axes.plot(at, y, marker=mark, color=color, ms=5, lw=1.3, label=curve, **style)
-        axes.set(xlabel=LABELS[cost], ylabel=LABELS[quality], xscale="log")
+        axes.set(ylabel=LABELS[quality], xscale="log")
+        axes.set_title(f"{background} backgrounds", fontsize=9)
+        if background == backgrounds[-1]:
+            axes.set_xlabel(LABELS[cost])
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_formatter(NullFormatter())
         ticks = [t for t in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if _inside(t, axes.get_xlim())]
@@ -75,7 +82,7 @@ def _inside(value: float, limits: tuple[float, float]) -> bool:
 
 
 def best(rows: Sequence[Row], cost: str, quality: str) -> list[str]:
-    """Name the Pareto set."""
+    """Name the Pareto set of rows of one kind."""
     sign = -1 if quality == "perceptual" else 1
     points = {}
     for row in rows:

@@ -1,12 +1,13 @@
-"""The settings of a sweep that deserve a name: `balanced` and `fast` of every method, by one rule for all.
+"""The settings of a sweep that deserve a name, by one rule for all methods.
 
-A preset is the cheapest setting whose images are near enough to the plain ones, or a nearer one that costs hardly
-more. A method that never comes so near has its nearest setting; what it was measured to lose is stored with it.
+A preset is the cheapest setting whose images are near enough to the plain ones on every kind of background. A method
+that never comes so near has its nearest setting; what it was measured to lose is stored with it. `faithful` is as near
+as `balanced`, but of settings that keep all parts of their method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +17,42 @@ from nextscale.methods.compose import Compose
 from nextscale.research.evaluate.report import Row
 from nextscale.research.evaluate.statistics import ConfidenceInterval
 
-MIN_SSIM = {"balanced": 0.985, "fast": 0.97}  # SSIM to the plain image
-COST_SLACK = 1.1  # times the cost
+MIN_SSIM = {"balanced": 0.97, "fast": 0.95, "faithful": 0.97}  # mean SSIM to the plain images
+MEASURED = ("flops", "tokens", "scenes", "psnr", "ssim")
 
 
-def choose(rows: Sequence[Row], cost: str, least: float) -> Row:
-    """Choose among one method's settings."""
-    found = sorted((_number(row, cost), -_number(row, "ssim"), n) for n, row in enumerate(rows))
-    enough = [f for f in found if -f[1] >= least] or [min(found, key=lambda f: f[1])]
-    return rows[min((f for f in enough if f[0] <= enough[0][0] * COST_SLACK), key=lambda f: f[1])[2]]
+def choose(settings: Mapping[str, Sequence[Row]], cost: str, least: float) -> str:
+    """Choose among one method's settings; each has a row for every kind of background."""
+    costs = {name: sum(_number(row, cost) for row in rows) for name, rows in settings.items()}
+    nearness = {name: min(_number(row, "ssim") for row in rows) for name, rows in settings.items()}
+    enough = [name for name in settings if nearness[name] >= least]
+    return min(enough, key=lambda name: costs[name]) if enough else max(settings, key=lambda name: nearness[name])
 
 
 def presets(
-    rows: Sequence[Row], methods: Mapping[str, Method | None], cost: str, model: str, where: str
+    rows: Sequence[Row],
+    methods: Mapping[str, Method | None],
+    cost: str,
+    model: str,
+    where: str,
+    faithful: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
-    """File name -> content, as `Method.preset` reads it."""
-    by_method: dict[str, list[Row]] = {}
+    """File name -> content, as `Method.preset` reads it; `faithful` names the settings that keep all parts."""
+    by_method: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         method = methods[row.name]
         if method is not None and not isinstance(method, Compose):
-            by_method.setdefault(method.name, []).append(row)
+            by_method.setdefault(method.name, {}).setdefault(row.name, []).append(row)
     result = {}
     for name, settings in by_method.items():
         for preset, least in MIN_SSIM.items():
-            row = choose(settings, cost, least)
-            method = methods[row.name]
+            allowed = settings if preset != "faithful" else {n: r for n, r in settings.items() if n in faithful}
+            if not allowed:
+                continue
+            chosen = choose(allowed, cost, least)
+            method = methods[chosen]
             assert method is not None
-            measured = {key: round(_number(row, key), 4) for key in ("flops", "tokens", "scenes", "psnr", "ssim")}
+            measured = {row.background: {k: round(_number(row, k), 4) for k in MEASURED} for row in settings[chosen]}
             about = {"schema": SCHEMA, "name": name, "measured_on": model, "source": where, "measured": measured}
             result[f"{name}-{preset}.json"] = {**about, "fields": method.to_dict()["fields"]}
     return result

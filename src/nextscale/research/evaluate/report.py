@@ -1,4 +1,7 @@
-"""Results of a bench as rows: means, intervals, and how a method does against truncation at equal cost."""
+"""Results of a bench as rows: means, intervals, and how a method does against truncation at equal cost.
+
+White and full backgrounds have rows of their own: what a method does to the one says little about the other.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,14 @@ COSTS = ("seconds", "flops", "tokens")
 @dataclass
 class Row:
     name: str
+    background: str
     values: dict[str, ConfidenceInterval | float | None]
     tasks: dict[str, float]
     against: dict[str, dict[str, ConfidenceInterval | None]]  # other curve -> quality -> gain at equal cost
 
     def flat(self) -> dict[str, Any]:
         """Flatten for a table file: an interval becomes three columns."""
-        result: dict[str, Any] = {"method": self.name}
+        result: dict[str, Any] = {"method": self.name, "background": self.background}
         gains = {f"{q} vs {other}": e for other, found in self.against.items() for q, e in found.items()}
         for key, value in {**self.values, **gains}.items():
             if isinstance(value, ConfidenceInterval):
@@ -40,8 +44,11 @@ class Row:
 
 
 class EvaluationReport:
-    def __init__(self, items: Sequence[Item], cells: dict[str, Cell], cost: str = "seconds") -> None:
-        self.items, self.cells, self.cost = items, cells, cost
+    def __init__(
+        self, items: Sequence[Item], cells: dict[str, Cell], cost: str = "seconds", background: str = ""
+    ) -> None:
+        """`background`: the items are those of this kind alone."""
+        self.items, self.cells, self.cost, self.background = items, cells, cost, background
         self.resampling = Resampling([i.scene_prompt.prompt for i in items], [i.scene_prompt.task for i in items])
 
     def column(self, name: str, quality: str) -> np.ndarray | None:
@@ -72,7 +79,7 @@ class EvaluationReport:
         passed = self.passed(name)
         tasks = {t: float(passed[m].mean()) for t, m in zip(self.resampling.names, self.resampling.tasks, strict=True)}
         against = {other: self.gains(name, points) for other, points in curves.items() if name not in points}
-        return Row(name, values, tasks, against)
+        return Row(name, self.background, values, tasks, against)
 
     def passed(self, name: str) -> np.ndarray:
         return np.array([r["passed"] for r in self.cells[name].records], dtype=float)
@@ -107,6 +114,20 @@ class EvaluationReport:
             return {"frechet": None, "kernel": None}
         a, b = torch.from_numpy(mine).double(), torch.from_numpy(other).double()
         return {"frechet": frechet_distance(a, b), "kernel": kernel_distance(a, b)}
+
+
+def by_background(items: Sequence[Item], cells: dict[str, Cell], cost: str = "seconds") -> list[EvaluationReport]:
+    """Make a report for each kind of background."""
+    kinds = np.array([i.scene_prompt.background for i in items])
+    reports = []
+    for kind in dict.fromkeys(kinds.tolist()):
+        (chosen,) = np.where(kinds == kind)
+        parts = {
+            name: Cell([c.records[n] for n in chosen], None if c.features is None else c.features[chosen])
+            for name, c in cells.items()
+        }
+        reports.append(EvaluationReport([items[n] for n in chosen], parts, cost, kind))
+    return reports
 
 
 def as_csv(rows: Sequence[Row]) -> str:

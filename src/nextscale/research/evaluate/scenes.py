@@ -1,4 +1,8 @@
-"""Prompts of six tasks, as GenEval asks them, in the embedded model's words, and what a right image of them holds."""
+"""Prompts of six tasks, as GenEval asks them, in the embedded model's words, and what a right image of them holds.
+
+There are three frozen lists: `white` and `full`, by their backgrounds, are for tables; `tuning` has prompts of both
+kinds, none of which is in the other lists, to choose constants on.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,14 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from nextscale.checkpoints.locate import ASSETS
+from nextscale.errors import NextscaleError, choices
 from nextscale.research.evaluate.recognizer import Detection
 
-FROZEN = ASSETS / "scenes.json"
+FROZEN = {"white": ASSETS / "scenes.json", "full": ASSETS / "scenes-full.json", "tuning": ASSETS / "scenes-tuning.json"}
+BACKGROUNDS = ("white", "full")
 TASKS = ("single object", "two objects", "counting", "colours", "position", "colour attribution")
 ALONG = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 MIN_DISTANCE = 0.1  # how far centers must lie apart in the asked direction, as a share of the side
@@ -31,6 +36,7 @@ class ScenePrompt:
     prompt: str
     things: tuple[SceneObject, ...]
     relation: str | None = None  # of the first to the second
+    background: str = "white"  # or "full": it has content of its own
 
     def passes(self, found: Sequence[Detection]) -> bool:
         """Exactly the asked things, in their colors, at their places."""
@@ -52,17 +58,22 @@ class ScenePrompt:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ScenePrompt:
-        return cls(data["task"], data["prompt"], tuple(SceneObject(**t) for t in data["things"]), data["relation"])
+        things = tuple(SceneObject(**t) for t in data["things"])
+        return cls(data["task"], data["prompt"], things, data["relation"], data.get("background", "white"))
 
 
-def read_scene_prompts(path: Path = FROZEN) -> list[ScenePrompt]:
-    """Read the frozen list: as many prompts of every task, in the order of `TASKS`."""
-    return [ScenePrompt.from_dict(entry) for entry in json.loads(path.read_text())["asks"]]
+def read_scene_prompts(*names: str) -> list[ScenePrompt]:
+    """Read frozen lists one after the other: as many prompts of every task, in the order of `TASKS`."""
+    if unknown := next((name for name in names if name not in FROZEN), None):
+        raise NextscaleError(f"unknown list of scenes {unknown!r}; allowed: {choices(FROZEN)}")
+    lists = [json.loads(FROZEN[name].read_text())["asks"] for name in names or ("white",)]
+    return [ScenePrompt.from_dict(entry) for asks in lists for entry in asks]
 
 
 def first_per_task(scene_prompts: Sequence[ScenePrompt], per_task: int) -> list[ScenePrompt]:
-    """Take the first few of every task."""
-    return [a for task in TASKS for a in [a for a in scene_prompts if a.task == task][:per_task]]
+    """Take the first few of every task and kind of background."""
+    groups = [[a for a in scene_prompts if a.background == b and a.task == t] for b in BACKGROUNDS for t in TASKS]
+    return [a for group in groups for a in group[:per_task]]
 
 
 def describe(found: Sequence[Detection], scene_prompt: ScenePrompt) -> str:

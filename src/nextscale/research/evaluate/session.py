@@ -14,9 +14,9 @@ from nextscale.io.locking import LOCK, locked
 from nextscale.io.reading import read_json
 from nextscale.io.writing import UNFINISHED, as_json, atomic_write, remove_unfinished, require_folder
 from nextscale.methods import Method
-from nextscale.research.evaluate.bench import Bench
+from nextscale.research.evaluate.bench import Bench, Cell
 from nextscale.research.evaluate.recognizer import read_about
-from nextscale.research.evaluate.report import EvaluationReport, Row, as_csv
+from nextscale.research.evaluate.report import Row, as_csv
 from nextscale.research.export.manifest import first_difference, model_settings, run_facts
 from nextscale.research.export.weights import weights_sha256
 from nextscale.research.prompt_checks import skipped
@@ -84,16 +84,17 @@ def at_work(folder: Path) -> Iterator[None]:
         yield
 
 
-def save(bench: Bench, methods: dict[str, Method | None], report: EvaluationReport, rows: Sequence[Row]) -> None:
+def save(bench: Bench, methods: dict[str, Method | None], cells: dict[str, Cell], rows: Sequence[Row]) -> None:
     folder = bench.folder
     if folder is None:
         return
     graded = {
         name: [
-            {"task": i.scene_prompt.task, "prompt": i.scene_prompt.prompt, "seed": i.seed, **record}
-            for i, record in zip(bench.items, cell.records, strict=True)
+            {**{k: asked[k] for k in ("task", "background", "prompt")}, "seed": item.seed, **record}
+            for item, record in zip(bench.items, cell.records, strict=True)
+            for asked in [item.scene_prompt.to_dict()]
         ]
-        for name, cell in report.cells.items()
+        for name, cell in cells.items()
     }
     content = {
         "settings": settings_of(bench),
@@ -112,5 +113,9 @@ def save(bench: Bench, methods: dict[str, Method | None], report: EvaluationRepo
 
 def unreliable_tasks() -> list[str]:
     """Tasks in which the recognizer's own verdicts are not right often enough."""
-    accuracy = read_about().get("accuracy", {})
-    return [task for task, found in accuracy.items() if found["accuracy"] < UNRELIABLE]
+    return [
+        f"{task} on {background} backgrounds"
+        for background, tasks in read_about().get("accuracy", {}).items()
+        for task, found in tasks.items()
+        if found["accuracy"] < UNRELIABLE
+    ]

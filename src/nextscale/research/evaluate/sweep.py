@@ -12,13 +12,14 @@ from nextscale.methods import Method
 from nextscale.methods.naming import PLAIN, parse_method
 
 FOLDER = Path(__file__).parent / "sweeps"
-FIELDS = ("schema", "about", "curves")
+FIELDS = ("schema", "about", "curves", "faithful")
 
 
 @dataclass(frozen=True)
 class Sweep:
     about: str
     curves: dict[str, tuple[str, ...]]  # a line of the figure -> its settings, as `parse_method` reads them
+    faithful: tuple[str, ...] = ()  # curves whose settings keep all parts of their method
 
     @property
     def methods(self) -> dict[str, Method | None]:
@@ -47,7 +48,10 @@ def read_sweep(name: str) -> Sweep:
         if not isinstance(entries, list) or not entries or not all(isinstance(e, str) for e in entries):
             raise NextscaleError(f'{path}: the curve {curve!r} must be a list of methods, e.g. ["truncate:1"]')
         curves[curve] = tuple(entries)
-    sweep = Sweep(str(content.get("about", "")), curves)
+    faithful = content.get("faithful", [])
+    if not isinstance(faithful, list) or not all(name in curves for name in faithful):
+        raise NextscaleError(f"{path}: 'faithful' must be a list of its curves: {choices(curves)}")
+    sweep = Sweep(str(content.get("about", "")), curves, tuple(faithful))
     if not curves:
         raise NextscaleError(f"{path} has no curve")
     sweep.methods  # noqa: B018 - a wrong method is named before anything is computed
