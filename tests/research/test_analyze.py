@@ -61,7 +61,7 @@ def var() -> Pipeline:
 
 
 def study_of(pipe: Pipeline, prompt: str | int, asked: list[CategorizedPrompt], size: dict[str, str]) -> Study:
-    return Study(pipe, prompt, 139, asked, parse_methods(METHODS), size)
+    return Study(pipe, prompt, 139, asked, 1, parse_methods(METHODS), size)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,11 @@ def test_every_figure_and_its_data(kind: str, studies: dict[str, Study], tmp_pat
 def test_every_category_and_none_that_is_reduced(tmp_path: Path) -> None:
     flat = np.tile(np.linspace(1, 2, 9), (3, 1))
     band = Band(
-        "m", [CategorizedPrompt("a", "x"), CategorizedPrompt("b", "y"), CategorizedPrompt("c", "y")], 0, flat, flat
+        "m",
+        [CategorizedPrompt("a", "x"), CategorizedPrompt("b", "y"), CategorizedPrompt("c", "y")],
+        [0, 1, 2],
+        flat,
+        flat,
     )
     data = activation_scale.measure(band, NOVA())
     assert data["first_reduced"] == [None] * 3

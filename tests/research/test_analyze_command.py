@@ -99,7 +99,7 @@ def test_bad_commands(
         assert run(*args) == 2
         return capsys.readouterr().err
 
-    assert "unknown figure 'magic'; allowed: entropy, heatmaps" in said("a fox", *out, "--figures", "entropy,magic")
+    assert "unknown figure 'magic'; allowed: memory, flops" in said("a fox", *out, "--figures", "entropy,magic")
     assert "unknown method 'magic'" in said("a fox", *out, "--methods", "magic")
     assert "cannot write into" in said("a fox", "--out", tmp_path / "file")
     assert "cannot write" in said("a fox", "--out", tmp_path / "file" / "out")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,24 +27,25 @@ def analyze(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="A file with a prompt per line, or category<TAB>prompt: the band of entropies and the activation "
-            "scales are over these.",
+            help="A file with a prompt per line, or category<TAB>prompt: figures of many images are over these.",
             show_default=False,
         ),
     ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Images of each of these prompts.")] = 1,
     out: Annotated[Path, typer.Option(help="The folder for images and data.")] = Path("analysis"),
     figures: Annotated[
         str | None,
         typer.Option(
-            help="entropy, heatmaps, layers, spectra, activation, attention, kept, change, blocks; several as a,b. "
-            "Default: all.",
+            help="memory, flops, entropy, heatmaps, layers, spectra, token_spectra, activation, attention, kept, "
+            "change, blocks; several as a,b. Default: these. Only by name, for they take many runs: saliency, "
+            "layer_roles, scale_depth, exit_measures, exit_blocks, restored; or all.",
             show_default=False,
         ),
     ] = None,
     methods: Annotated[
         str | None,
         typer.Option(
-            help="For the kept maps, as in `nextscale compare`. Default: all that choose tokens.",
+            help="For the kept maps and for settings, as in `nextscale compare`. Default: all that choose tokens.",
             autocompletion=complete.methods,
         ),
     ] = None,
@@ -81,7 +83,8 @@ def analyze(
     labels = pipe.backbone.prompts == "label"
     size: dict[str, Any] = {"aspect_ratio": aspect_ratio, "pixel_budget": pixel_budget}
     subject = read_prompt(prompt) if labels else prompt
-    study = Study(pipe, subject, seed, [] if prompts is None else read_prompts(prompts, labels), chosen, size)
+    asked = [] if prompts is None else read_prompts(prompts, labels)
+    study = Study(pipe, subject, seed, asked, seeds, chosen, size)
     drawn: dict[Path, tuple[Figure, Path]] = {}
     with warnings_once():
         study.check(any(f.runs_methods for f in wanted), any(f.needs_nova for f in wanted))
@@ -90,14 +93,21 @@ def analyze(
             stored, path = store(data, out, figure.name), out / f"{figure.name}.png"
             figure.draw(data, path)
             drawn[path] = (figure, stored)
+            for line in [] if figure.table is None else figure.table(data):
+                typer.echo(line)
             typer.echo(f"wrote {path} and {stored.name}")
     if report is not None:
         grids = pipe.schedule(**size).grids
         facts = {
             "seed": seed,
-            "prompts of the band": "only this one" if prompts is None else f"{len(study.prompts)} of {prompts.name}",
+            "images of bands and means": _images(study.prompts, prompts, seeds),
             "schedule": ", ".join(f"{h}×{w}" for h, w in grids),
             "methods": ", ".join(study.methods or ()),
         }
         write_report(report, pipe.spec.name, subject, facts, drawn)
         typer.echo(f"wrote {report}")
+
+
+def _images(asked: Sequence[Any], file: Path | None, seeds: int) -> str:
+    of = "this prompt" if file is None else f"{len(asked)} of {file.name}"
+    return of if seeds == 1 else f"{of}, {seeds} seeds each"

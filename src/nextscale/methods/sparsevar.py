@@ -71,17 +71,20 @@ class SparseVARPolicy(Policy):
 
     def _decide(self, ctx: ScaleContext) -> None:
         """One selection for the whole scale."""
-        m, grid, images = self.method, ctx.scale.grid, Rows(ctx.rows.image_ids, ())
-        change = self.memory["change"].read(images, grid, m.restore_mode)
+        grid, images = ctx.scale.grid, Rows(ctx.rows.image_ids, ())
+        change = self.memory["change"].read(images, grid, self.method.restore_mode)
         assert change is not None, "every image ran the scale before"
-        low = change[..., 0] < m.tau * change[..., 0].amax(1, keepdim=True)
         before = self.memory["excluded"].read(images, grid, "nearest")
-        if before is not None:
-            low = low | (before[..., 0] > 0)
-        keep = ~low | self._anchors(grid, low.device)
+        excluded = None if before is None else before[..., 0] > 0
+        keep = self._keep(change[..., 0], excluded, self._anchors(grid, change.device))
         self.memory["excluded"].store(images, grid, (~keep).float()[..., None])
         self.keep = keep
         self.chosen = for_rows(ctx.rows, functools.partial(topk_select, keep.float(), keep.sum(1)))
+
+    def _keep(self, change: Tensor, excluded: Tensor | None, anchors: Tensor) -> Tensor:
+        """The cells [B, N] that stay, by how much they changed and which were out before."""
+        low = change < self.method.tau * change.amax(1, keepdim=True)
+        return ~(low if excluded is None else low | excluded) | anchors
 
     def _anchors(self, grid: Grid, device: torch.device) -> Tensor:
         if not self.method.anchor:

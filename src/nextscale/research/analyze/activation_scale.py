@@ -48,11 +48,11 @@ def draw(data: Data, path: Path) -> None:
         range(len(names)), [style.escape_dollars(f"{name} ({counts[name]})") for name in names], fontsize=9.5
     )
     axes.invert_yaxis()
-    axes.set(xlim=(0, 1), xlabel="share of the prompts")
+    axes.set(xlim=(0, 1), xlabel="share of the images")
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), title="first reduced scale")
     style.plain_axes(axes)
-    one = " (one prompt only)" if len(pairs) == 1 else ""
+    one = " (one image only)" if len(pairs) == 1 else ""
     figure.suptitle(
         f"Where NOVA begins to reduce, {data['model']}{one}: t_est = {data['t_est']}, alpha = {data['alpha']:g}",
         fontsize=12,

@@ -1,4 +1,4 @@
-"""Many prompts, sampled plainly: the mean entropy of every scale."""
+"""Many images, sampled plainly: the mean entropy of every scale."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class CategorizedPrompt:
 @dataclass(frozen=True)
 class Band:
     model: str
-    prompts: list[CategorizedPrompt]
-    seed: int  # of the first; the next one has the next
-    conditional: np.ndarray  # [prompts, scales], nats
+    prompts: list[CategorizedPrompt]  # of every image
+    seeds: list[int]
+    conditional: np.ndarray  # [images, scales], nats
     guided: np.ndarray
 
     def about(self) -> dict[str, Any]:
         return {
             "model": self.model,
-            "seed": self.seed,
             "prompts": [p.prompt for p in self.prompts],
             "categories": [p.category for p in self.prompts],
+            "seeds": self.seeds,
         }
 
 
@@ -62,13 +62,23 @@ def read_prompts(path: Path, labels: bool) -> list[CategorizedPrompt]:
     return found
 
 
-def measure_band(pipe: Pipeline, prompts: Sequence[CategorizedPrompt], seed: int, **size: Any) -> Band:
-    """Generate one image of every prompt, each with its own seed."""
+def with_seeds(
+    prompts: Sequence[CategorizedPrompt], seed: int, seeds: int = 1
+) -> tuple[list[CategorizedPrompt], list[int]]:
+    """The prompt and the seed of every image, one prompt after the other. No two images share a seed, and more seeds
+    leave those of the first images as they are."""
+    asked = [prompt for prompt in prompts for _ in range(seeds)]
+    return asked, [seed + i + r * len(prompts) for i in range(len(prompts)) for r in range(seeds)]
+
+
+def measure_band(pipe: Pipeline, prompts: Sequence[CategorizedPrompt], seed: int, seeds: int = 1, **size: Any) -> Band:
+    """Generate images of every prompt, as many as there are seeds, each with its own."""
     conditional: list[np.ndarray] = []
     guided: list[np.ndarray] = []
-    with bar("entropies", len(prompts), pipe.progress_bar) as advance:
-        for start in range(0, len(prompts), BATCH):
-            batch = prompts[start : start + BATCH]
+    asked, own = with_seeds(prompts, seed, seeds)
+    with bar("entropies", len(asked), pipe.progress_bar) as advance:
+        for start in range(0, len(asked), BATCH):
+            batch = asked[start : start + BATCH]
             scales: list[tuple[np.ndarray, np.ndarray]] = []
 
             def note(
@@ -77,12 +87,11 @@ def measure_band(pipe: Pipeline, prompts: Sequence[CategorizedPrompt], seed: int
                 scales.append((_mean_entropy(end.raw_logits[:count]), _mean_entropy(end.logits)))
 
             texts: Any = [p.prompt for p in batch]
-            seeds = [seed + start + i for i in range(len(batch))]
-            pipe(texts, seed=seeds, callback_on_scale_end=note, output_type="latent", **size)
+            pipe(texts, seed=own[start : start + BATCH], callback_on_scale_end=note, output_type="latent", **size)
             conditional.append(np.stack([c for c, _ in scales], axis=1))
             guided.append(np.stack([g for _, g in scales], axis=1))
             advance(len(batch))
-    return Band(pipe.spec.name, list(prompts), seed, np.concatenate(conditional), np.concatenate(guided))
+    return Band(pipe.spec.name, asked, own, np.concatenate(conditional), np.concatenate(guided))
 
 
 def _mean_entropy(logits: Tensor) -> np.ndarray:

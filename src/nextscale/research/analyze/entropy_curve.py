@@ -1,4 +1,4 @@
-"""Entropy per scale, with the band over prompts (NOVA, Figure 4b)."""
+"""Entropy per scale, with the band over prompts and seeds (NOVA, Figure 4b)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = {"conditional": "conditional prediction, raw", "guided": "after temperat
 
 
 def measure(band: Band, watched: Watched) -> Data:
-    """Mean entropy of a token at every scale: of each prompt of the band, and of the one that is watched."""
+    """Mean entropy of a token at every scale: of each image of the band, and of the one that is watched."""
     return {
         **band.about(),
         "grids": [list(g) for g in watched.grids],
@@ -33,7 +33,6 @@ def draw(data: Data, path: Path) -> None:
     figure = style.new_figure(4.4)
     panels = figure.subplots(1, 2, sharey=True)
     scales = range(1, len(data["grids"]) + 1)
-    count = len(data["prompts"])
     for axes, (kind, title), color in zip(panels, KINDS.items(), (style.BLUE, style.ORANGE), strict=True):
         _curve(axes, scales, np.array(data[kind]), data["watched"], kind, color)
         axes.set_title(title, fontsize=11)
@@ -46,9 +45,15 @@ def draw(data: Data, path: Path) -> None:
         style.plain_axes(axes)
         axes.legend(fontsize=9, frameon=False, loc="best")
     panels[0].set_ylabel("mean entropy of a token, nats")
-    over = "one prompt, so there is no band" if count == 1 else f"{count} prompts"
-    figure.suptitle(f"Entropy per scale, {data['model']}: {over}", fontsize=12)
+    figure.suptitle(f"Entropy per scale, {data['model']}: {_over(data)}", fontsize=12)
     style.save(figure, path)
+
+
+def _over(data: Data) -> str:
+    images, prompts = len(data["prompts"]), len(set(data["prompts"]))
+    if images == 1:
+        return "one image, so there is no band"
+    return f"{prompts} prompts" if images == prompts else f"{images} images of {prompts} prompts"
 
 
 def _side(h: int, w: int) -> str:
@@ -60,6 +65,6 @@ def _curve(axes: Any, scales: range, values: np.ndarray, watched: Data, kind: st
         axes.fill_between(scales, values.min(0), values.max(0), color=color, alpha=0.15, lw=0, label="range")
         low, high = np.quantile(values, (0.1, 0.9), axis=0)
         axes.fill_between(scales, low, high, color=color, alpha=0.35, lw=0, label="10 to 90 %")
-        axes.plot(scales, values.mean(0), "o-", color=color, ms=4, label="mean of the prompts")
+        axes.plot(scales, values.mean(0), "o-", color=color, ms=4, label="mean of the images")
     name = style.escape_dollars(style.quoted(watched["prompt"], 34))
     axes.plot(scales, watched[kind], "s--", color=style.BLACK, ms=3.5, lw=1.2, label=name)

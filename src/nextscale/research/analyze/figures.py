@@ -13,11 +13,20 @@ from nextscale.research.analyze import (
     block_change,
     entropy_curve,
     entropy_maps,
+    exit_blocks,
+    exit_measures,
+    flops_over_size,
     global_layers,
     image_change,
     kept_maps,
     layer_maps,
+    layer_roles,
+    memory_per_scale,
+    restored_codes,
+    saliency,
+    scale_depth,
     spectra,
+    token_spectra,
 )
 from nextscale.research.analyze.data import Data
 from nextscale.research.analyze.study import Study
@@ -33,15 +42,35 @@ class Figure:
     draw: Callable[[Data, Path], None]
     runs_methods: bool = False
     needs_nova: bool = False  # its rule must fit the schedule
+    by_name: bool = False  # many runs: drawn only when asked for
+    table: Callable[[Data], list[str]] | None = None  # lines for the terminal
 
 
 _ALL = (
+    Figure(
+        "memory",
+        "Memory per scale",
+        "NOVA, Figure 2a",
+        "What one guided image needs besides the weights: the KV cache, which grows with every scale, and what a scale "
+        "computes with.",
+        memory_per_scale.measure,
+        memory_per_scale.draw,
+    ),
+    Figure(
+        "flops",
+        "Arithmetic over the size of the image",
+        "NOVA, Figure 2b",
+        "FLOPs of the same transformer when it predicts the image scale by scale, and token by token in raster order. "
+        "The scales before the last one are what next-scale prediction adds.",
+        lambda s: flops_over_size.measure(s.pipe, s.pipe.schedule(**s.size)),
+        flops_over_size.draw,
+    ),
     Figure(
         "entropy",
         "Entropy per scale",
         "NOVA, Figure 4b",
         "Mean entropy of a token at every scale, of the raw conditional prediction and after temperature and guidance. "
-        "The band is that of all prompts, the dashed line the prompt of this page. NOVA waits until it stops growing.",
+        "The band is that of all images, the dashed line the prompt of this page. NOVA waits until it stops growing.",
         lambda s: entropy_curve.measure(s.band, s.watched),
         entropy_curve.draw,
     ),
@@ -73,10 +102,19 @@ _ALL = (
         spectra.draw,
     ),
     Figure(
+        "token_spectra",
+        "Frequency spectra of the token maps",
+        "NOVA, Figure 4a",
+        "Spectra of the maps that all codes so far add up to, and of the codes of each scale alone; a flat curve is "
+        "white noise.",
+        lambda s: token_spectra.measure(s.watched),
+        token_spectra.draw,
+    ),
+    Figure(
         "activation",
         "First reduced scale",
         "NOVA, Figure 8",
-        "The share of prompts, per category, for which NOVA begins to reduce at each scale.",
+        "The share of images, per category of prompts, for which NOVA begins to reduce at each scale.",
         lambda s: activation_scale.measure(s.band, s.setting(NOVA)),
         activation_scale.draw,
         needs_nova=True,
@@ -116,14 +154,78 @@ _ALL = (
         lambda s: block_change.measure(s.watched),
         block_change.draw,
     ),
+    Figure(
+        "saliency",
+        "Quality by the salience of pruned tokens",
+        "ToProVAR, Figure 3a",
+        "Quality against the share of tokens pruned from all scales behind the representative one, when those of low "
+        "salience (high attention entropy) leave first, those of high salience, or any.",
+        saliency.measure,
+        saliency.draw,
+        by_name=True,
+    ),
+    Figure(
+        "layer_roles",
+        "Quality by the layers that are pruned",
+        "ToProVAR, Figure 3b",
+        "Quality against the share of tokens pruned from half of the layers: the more global half, the other, or every "
+        "second layer.",
+        layer_roles.measure,
+        layer_roles.draw,
+        by_name=True,
+    ),
+    Figure(
+        "scale_depth",
+        "When an image is complete",
+        "ToProVAR, Figure 3c",
+        "SSIM of the image decoded after each scale to the final one, with the middle 80 % of the images, per category "
+        "of prompts.",
+        scale_depth.measure,
+        scale_depth.draw,
+        by_name=True,
+    ),
+    Figure(
+        "exit_measures",
+        "Measures of what can be excluded",
+        "SparseVAR, Figure 6",
+        "Three measures of how much a cell still changes, as maps, and the quality when the cells that are lowest in "
+        "them are excluded, at equal shares.",
+        exit_measures.measure,
+        exit_measures.draw,
+        by_name=True,
+    ),
+    Figure(
+        "exit_blocks",
+        "Blocks that tell what can be excluded",
+        "SparseVAR, Figure 8",
+        "What single blocks change, and the quality when the cells that this block changes least are excluded, at an "
+        "equal share. `nextscale calibrate sparsevar` chooses by the same comparison.",
+        exit_blocks.measure,
+        exit_blocks.draw,
+        by_name=True,
+    ),
+    Figure(
+        "restored",
+        "Sampling from restored states",
+        "NOVA, equations 15 and 16",
+        "Half of the cells of one scale are dropped, restored from the scale before, and sampled: how many of their "
+        "bits (or codes) are those of the plain run, how many those of the scale before, and how far their logits are "
+        "from the computed ones.",
+        restored_codes.measure,
+        restored_codes.draw,
+        by_name=True,
+        table=restored_codes.table,
+    ),
 )
 FIGURES = {figure.name: figure for figure in _ALL}
 
 
 def get_figures(text: str | None) -> list[Figure]:
-    """Look up names separated by commas; None = all figures."""
-    names = list(FIGURES) if text is None else [name.strip() for name in text.split(",")]
+    """Look up names separated by commas; None = those that cost a run or two, "all" = all."""
+    if text is None:
+        return [figure for figure in FIGURES.values() if not figure.by_name]
+    names = [name for part in text.split(",") for name in (FIGURES if part.strip() == "all" else [part.strip()])]
     for name in names:
         if name not in FIGURES:
-            raise NextscaleError(f"unknown figure {name!r}; allowed: {choices(FIGURES)}")
+            raise NextscaleError(f"unknown figure {name!r}; allowed: {choices(FIGURES)}, or all")
     return [FIGURES[name] for name in dict.fromkeys(names)]

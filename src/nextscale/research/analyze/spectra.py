@@ -22,7 +22,7 @@ def measure(watched: Watched) -> Data:
     return {
         **watched.about(),
         "unit": "log10 of the amplitude of grey values in 0..1; radius 1 = half a cycle per pixel",
-        "spectra": [to_half(_shrunk(np.log10(a + 1e-3))) for a in amplitudes],
+        "spectra": [to_half(shrunk(np.log10(a + 1e-3))) for a in amplitudes],
         "radial": [[round(float(v), 4) for v in _radial(a)] for a in amplitudes],
     }
 
@@ -32,7 +32,7 @@ def _amplitude(image: Image.Image) -> np.ndarray:
     return np.abs(np.fft.fftshift(np.fft.fft2(grey - grey.mean())))
 
 
-def _shrunk(map_: np.ndarray) -> np.ndarray:
+def shrunk(map_: np.ndarray) -> np.ndarray:
     """Average over blocks, so that the map has at most SIDE cells per side."""
     step = max(1, -(-max(map_.shape) // SIDE))
     h, w = (n // step * step for n in map_.shape)

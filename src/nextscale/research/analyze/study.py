@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from nextscale.engine.output import Output
 from nextscale.errors import NextscaleError
@@ -17,13 +18,27 @@ from nextscale.methods.compose import Compose
 from nextscale.methods.naming import parse_method
 from nextscale.methods.package_data import stored, stored_names
 from nextscale.pipeline import Pipeline
-from nextscale.research.analyze.band import Band, CategorizedPrompt, measure_band
+from nextscale.research.analyze.band import BATCH, Band, CategorizedPrompt, measure_band, with_seeds
+from nextscale.research.analyze.data import Data
 from nextscale.research.analyze.runs import require_start
 from nextscale.research.analyze.style import quoted
 from nextscale.research.analyze.watch import Watched, watch
+from nextscale.research.evaluate.psnr import psnr
+from nextscale.research.evaluate.ssim import ssim
 from nextscale.research.prompt_checks import problem
 
 SELECTING = (NOVA, ToProVAR, SparseVAR, FastVAR)
+
+
+class Quality(NamedTuple):
+    """Means over images."""
+
+    ssim: float  # to the plain image
+    psnr: float
+    share: float  # of the tokens that were computed
+
+    def rounded(self) -> dict[str, float]:
+        return {name: round(value, 5) for name, value in self._asdict().items()}
 
 
 @dataclasses.dataclass
@@ -31,7 +46,8 @@ class Study:
     pipe: Pipeline
     prompt: str | int
     seed: int = 0
-    prompts: Sequence[CategorizedPrompt] = ()  # the prompts of the band; none: only `prompt`
+    prompts: Sequence[CategorizedPrompt] = ()  # what many images are made of; none: only `prompt`
+    seeds: int = 1  # images of each of these
     methods: dict[str, Method | None] | None = None
     size: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -63,11 +79,50 @@ class Study:
 
     @cached_property
     def band(self) -> Band:
-        if self.prompts:
-            return measure_band(self.pipe, self.prompts, self.seed, **self.size)
+        if self.prompts or self.seeds > 1:
+            return measure_band(self.pipe, self.asked, self.seed, self.seeds, **self.size)
         run = self.watched
         conditional, guided = (np.array([[m.mean() for m in maps]]) for maps in (run.conditional, run.guided))
-        return Band(run.model, [CategorizedPrompt(self.prompt)], self.seed, conditional, guided)
+        return Band(run.model, self.asked, [self.seed], conditional, guided)
+
+    @property
+    def asked(self) -> list[CategorizedPrompt]:
+        return list(self.prompts) or [CategorizedPrompt(self.prompt)]
+
+    @property
+    def images(self) -> list[tuple[CategorizedPrompt, int]]:
+        """The prompt and the seed of every image."""
+        return list(zip(*with_seeds(self.asked, self.seed, self.seeds), strict=True))
+
+    def calls(self) -> Iterator[dict[str, Any]]:
+        """The arguments of the calls that make all images."""
+        for start in range(0, len(self.images), BATCH):
+            some = self.images[start : start + BATCH]
+            yield {"prompt": [p.prompt for p, _ in some], "seed": [seed for _, seed in some], **self.size}
+
+    @cached_property
+    def plain(self) -> list[Tensor]:
+        """The plain images of every call, [B, 3, H, W] in [0, 1]."""
+        return [self.pipe(**call, output_type="pt").images.cpu() for call in self.calls()]
+
+    def quality(self, method: Method) -> Quality:
+        """Make all images by a method, and compare them with the plain ones."""
+        found: list[tuple[float, float, float]] = []
+        for call, plain in zip(self.calls(), self.plain, strict=True):
+            out = self.pipe(**call, method=method, output_type="pt")
+            made = out.images.cpu()
+            shares = [out.trace.share(image) for image in range(len(made))]
+            found += zip(ssim(made, plain, 1.0).tolist(), psnr(made, plain, 1.0).tolist(), shares, strict=True)
+        return Quality(*(sum(values) / len(values) for values in zip(*found, strict=True)))
+
+    def about(self) -> Data:
+        """What the data of figures of many images begins with."""
+        return {
+            "model": self.pipe.spec.name,
+            "prompts": [p.prompt for p, _ in self.images],
+            "seeds": [seed for _, seed in self.images],
+            "grids": [list(g) for g in self.pipe.schedule(**self.size).grids],
+        }
 
     @cached_property
     def outputs(self) -> dict[str, Output]:

@@ -111,6 +111,15 @@ def set_title(figure: Any, text: str, data: dict[str, Any]) -> None:
     )
 
 
+def set_title_of_many(figure: Any, text: str, data: dict[str, Any]) -> None:
+    """Say above the figure what it shows, over how many images of which model."""
+    images, prompts = len(data["prompts"]), len(set(data["prompts"]))
+    of = quoted(data["prompts"][0]) if prompts == 1 else f"{prompts} prompts"
+    figure.suptitle(
+        escape_dollars(f"{text}\n{data['model']}, {images} {'image' if images == 1 else 'images'} of {of}"), fontsize=11
+    )
+
+
 def split_rows(items: Iterable[Any], max_columns: int) -> list[list[Any]]:
     """Split items into as few rows as possible, all about equally long."""
     items = list(items)

@@ -31,6 +31,8 @@ class Watched:
     grids: list[Grid]
     thumbnails: list[np.ndarray] = field(default_factory=list)  # so far, [H, W, 3] bytes
     images: list[Image.Image] = field(default_factory=list)  # the same in full size
+    codes: list[np.ndarray] = field(default_factory=list)  # what the scale's own tokens stand for, [d, h, w]
+    features: list[np.ndarray] = field(default_factory=list)  # the maps that the decoder would read, [d, H, W]
     conditional: list[np.ndarray] = field(default_factory=list)  # entropy of the raw conditional prediction
     guided: list[np.ndarray] = field(default_factory=list)  # after temperature and guidance
     logit_lens: list[np.ndarray] = field(
@@ -112,6 +114,9 @@ def watch(pipe: Pipeline, prompt: str | int, seed: int, attention_at: float = 6 
         (image,) = to_pil(end.decode())
         run.images.append(image)
         run.thumbnails.append(thumbnail(image))
+        codes = pipe.tokenizer.codes(end.tokens)[0].mT
+        run.codes.append(codes.unflatten(1, end.scale.grid).float().cpu().numpy())
+        run.features.append(end.features[0].float().cpu().numpy())
 
     out = pipe(
         prompt, seed=seed, method=Watcher(attention_at), callback_on_scale_end=after, output_type="latent", **size
