@@ -135,7 +135,7 @@ def test_every_figure_and_its_data(kind: str, studies: dict[str, Study], tmp_pat
     for figure in FIGURES.values():
         path = store(figure.measure(studies[kind]), tmp_path, figure.name)
         assert path.stat().st_size < 500_000
-        if kind == "text" or figure.name in ("entropy", "activation", "kept"):
+        if kind == "text" or figure.name in ("entropy", "activation", "kept", "restored", "exit_measures"):
             figure.draw(load(path), tmp_path / f"{figure.name}.png")  # from the data alone
             assert Image.open(tmp_path / f"{figure.name}.png").size[0] == 1200
 
@@ -191,3 +191,6 @@ def test_small_things(var: Pipeline) -> None:
     assert quoted(4) == "class 4"
     assert list(default_methods(var)) == ["nova", "toprovar", "sparsevar", "fastvar", "truncate:1"]
     assert [f.name for f in get_figures("blocks, entropy")] == ["blocks", "entropy"]
+    by_name = ["saliency", "layer_roles", "scale_depth", "exit_measures", "exit_blocks", "restored"]
+    assert [f.name for f in get_figures(None)] == [name for name in FIGURES if name not in by_name]
+    assert [f.name for f in get_figures("blocks,all")] == ["blocks", *(name for name in FIGURES if name != "blocks")]

@@ -89,6 +89,20 @@ def test_the_command(weights: Path, tmp_path: Path, run, capsys: pytest.CaptureF
     assert "2 of labels.txt" in content
 
 
+def test_restored_codes_and_seeds(weights: Path, tmp_path: Path, run, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    given = ("--weights", weights, "--device", "cpu", "--out", out, "--seeds", "2", "--report", out / "page.html")
+    assert run("4", *given, "--figures", "restored,entropy") == 0
+    printed = capsys.readouterr().out
+    assert "restored=before" in printed
+    assert "Shares of equal codes" in printed
+    assert "restored.png and restored.json" in printed
+    data = json.loads((out / "restored.json").read_text())
+    assert data["seeds"] == json.loads((out / "entropy.json").read_text())["seeds"] == [0, 1]
+    assert "this prompt, 2 seeds each" in (out / "page.html").read_text()
+    assert run("4", *given, "--figures", "entropy", "--seeds", "0") == 2
+
+
 def test_bad_commands(
     weights: Path, tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,7 @@ def draw(data: Data, path: Path) -> None:
         _curve(axes, scales, np.array(data[kind]), data["watched"], kind, color)
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("scale (tokens per side below)")
-        axes.set_xticks(scales, [f"{t}\n{_side(*grid)}" for t, grid in enumerate(data["grids"], start=1)])
+        axes.set_xticks(scales, [f"{t}\n{style.side(*grid)}" for t, grid in enumerate(data["grids"], start=1)])
         axes.tick_params(labelsize=9)
         axes.set_ylim(0, None)
         axes.grid(axis="y", color="0.9")
@@ -54,10 +54,6 @@ def _over(data: Data) -> str:
     if images == 1:
         return "one image, so there is no band"
     return f"{prompts} prompts" if images == prompts else f"{images} images of {prompts} prompts"
-
-
-def _side(h: int, w: int) -> str:
-    return str(h) if h == w else f"{h}×{w}"
 
 
 def _curve(axes: Any, scales: range, values: np.ndarray, watched: Data, kind: str, color: str) -> None:

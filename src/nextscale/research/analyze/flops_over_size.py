@@ -65,17 +65,16 @@ def draw(data: Data, path: Path) -> None:
     by_scale, by_token = ([value / 1e9 for value in data[key]] for key in ("next_scale", "next_token"))
     panels[0].plot(sides, by_scale, "o-", color=style.BLUE, ms=4, label="next scale (VAR)")
     panels[0].plot(sides, by_token, "s-", color=style.ORANGE, ms=4, label="next token, raster order")
-    panels[0].set(xscale="log", yscale="log", ylabel="GFLOPs of one image and guidance row")
+    panels[0].set(yscale="log", ylabel="GFLOPs of one image and guidance row")
     ratios = [a / b for a, b in zip(by_scale, by_token, strict=True)]
     before = [(a - c) / b for a, c, b in zip(data["next_scale"], data["last_scale"], data["next_token"], strict=True)]
     panels[1].plot(sides, ratios, "o-", color=style.BLUE, ms=4, label="all scales")
     panels[1].plot(sides, before, "v--", color=style.SKY, ms=4, label="scales before the last one")
     panels[1].axhline(1, color=style.ORANGE, lw=1)
-    panels[1].set(xscale="log", ylabel="next scale, as a multiple of next token", ylim=(0, None))
-    shown = sides if len(sides) < 7 else [*sides[-1::-3][::-1]]
+    panels[1].set(ylabel="next scale, as a multiple of next token", ylim=(0, None))
     for axes in panels:
-        axes.set_xticks(shown, [f"{side:.0f}" for side in shown])
-        axes.set_xticks([], minor=True)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_xlabel("image side, pixels (square root of the area)")
         axes.tick_params(labelsize=9)
         axes.grid(color="0.92")

@@ -158,9 +158,9 @@ def draw(data: Data, path: Path) -> None:
 
 
 def _axes(axes: Any, data: Data) -> None:
-    axes.set_xticks(data["scales"], [f"{t}\n{data['grids'][t - 1][0]}" for t in data["scales"]])
+    axes.set_xticks(data["scales"], [f"{t}\n{style.side(*data['grids'][t - 1])}" for t in data["scales"]])
     axes.set_xlabel("scale (tokens per side below)")
     axes.grid(color="0.92")
     axes.tick_params(labelsize=9)
-    axes.legend(fontsize=8.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    axes.legend(fontsize=8.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     style.plain_axes(axes)

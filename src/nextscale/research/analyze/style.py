@@ -99,6 +99,11 @@ def quoted(prompt: object, max_length: int = 80) -> str:
     return f"“{text if len(text) <= max_length else text[: max_length - 1].rstrip() + '…'}”"
 
 
+def side(h: int, w: int) -> str:
+    """A grid as a tick shows it."""
+    return str(h) if h == w else f"{h}×{w}"
+
+
 def escape_dollars(text: str) -> str:
     """Escape what matplotlib would read as a formula: text between two dollars."""
     return text.replace("$", r"\$")

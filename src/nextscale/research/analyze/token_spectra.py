@@ -86,6 +86,10 @@ def _curves(axes: Any, data: Data, kind: str, text: str) -> None:
     for (h, w), curve, color in zip(data["grids"], curves, style.gradient(len(curves)), strict=True):
         axes.plot(range(1, len(curve) + 1), curve, color=color, lw=1.6, label=f"{h}×{w}")
     axes.set(xlabel="frequency, cycles per side", xscale="log", yscale="log")
+    for each in (axes.xaxis, axes.yaxis):
+        each.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}" if kind == "codes" else "")
+    axes.tick_params(which="both", labelsize=9)
     axes.set_title(text, fontsize=10)
     axes.set_ylabel("mean amplitude")
     axes.grid(color="0.92")
