@@ -304,3 +304,51 @@ def test_pages_are_measured_at_what_a_run_has(load, monkeypatch, capsys) -> None
         with pytest.raises(SystemExit):
             pages.main()
         assert said in capsys.readouterr().out
+
+
+def test_what_attention_entropy_costs(load, infinity, capsys) -> None:
+    cost = load("toprovar_cost")
+    six = cost.table_6(2, 16, 4, infinity.schedule(pixel_budget="0.06M"), "cpu", repeats=2)
+    assert list(six) == [
+        "frequency",
+        "naive",
+        "attention",
+        "with entropy",
+        "SVD, one layer",
+        "SVD, all layers",
+        "SVD, all layers, one by one",
+    ]
+    assert all(one > 0 for _, one in six.values())
+    assert all(six[name][0] > six[name][1] for name in ("naive", "with entropy")), "one of several scales"
+    five = cost.table_5(infinity, "eager", repeats=1)
+    assert [share < 0.9 for _, share in five.values()] == [False, True, True, True]
+    assert five["ToProVAR, entropy apart"][1] == five["ToProVAR, entropy in the kernel"][1]
+    cost.show("a", six, "b", five)
+    printed = capsys.readouterr().out
+    assert "SVD, all layers, one by one" in printed
+    assert "1.00x      100.0%" in printed
+
+
+def test_entropy_apart_is_the_same(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the kernel is asked for attention alone; here torch plays the kernel."""
+    cost = load("toprovar_cost")
+    attention = cost.flash_attention
+    q, k, v = (torch.randn(2, 3, n, 8) for n in (5, 9, 9))
+    length, more = torch.tensor([4, 2]), torch.tensor([3, 5])
+    want = attention.attend(q, k, v, 0.5, length, more, True)
+    torch_attention = attention.scaled_dot_product_attention
+    asked = []
+
+    def kernel(q, k, v, scale, length, more, return_entropy, *rest):
+        asked.append(return_entropy)
+        k, v = (attention.zero_masked(t, attention._visible(t, length + more)) for t in (k, v))
+        return torch_attention(q, k, v, scale, attention._visible(k, length + more)), None
+
+    monkeypatch.setattr(attention, "supports", lambda q: True)
+    monkeypatch.setattr(attention, "fused_attention", kernel)
+    with cost.entropy_apart():
+        out, entropy = attention.attend(q, k, v, 0.5, length, more, True)
+    assert asked == [False]
+    assert torch.equal(out, want[0])
+    assert torch.equal(entropy, want[1])
+    assert attention.fused_attention is kernel, "as before"
