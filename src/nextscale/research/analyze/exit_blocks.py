@@ -60,7 +60,9 @@ def draw(data: Data, path: Path) -> None:
     grid, mappable = style.show_grid(upper, rows, show)
     style.colorbar(upper, mappable, grid, "share of\nthe largest", aspect=14)
     style.set_title(upper, "What each block changes one scale before the first sparse one; dark leaves first", data)
-    for axes, key, name in zip(lower.subplots(1, 2), ("ssim", "psnr"), ("SSIM", "PSNR, dB,"), strict=True):
+    for axes, key, name in zip(
+        lower.subplots(1, 2, gridspec_kw={"wspace": 0.06}), ("ssim", "psnr"), ("SSIM", "PSNR, dB,"), strict=True
+    ):
         values = [point[key] for point in data["quality"]]
         colors = [style.ORANGE if n == best else style.BLUE for n in range(len(values))]
         axes.bar(range(len(values)), values, color=colors)

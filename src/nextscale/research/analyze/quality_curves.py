@@ -36,22 +36,16 @@ def draw(data: Data, path: Path, title: str, labels: dict[str, str], xlabel: str
 
 
 def draw_panels(figure: Any, data: Data, labels: dict[str, str], xlabel: str) -> None:
-    panels = figure.subplots(1, 2)
+    panels = figure.subplots(1, 2, gridspec_kw={"wspace": 0.06})
     for axes, key, unit in zip(panels, ("ssim", "psnr"), ("SSIM", "PSNR, dB,"), strict=True):
         for (name, points), color, mark in zip(data["curves"].items(), COLORS, MARKERS, strict=False):
-            values = [point[key] for point in points]
-            shares: list[float] = data["shares"]
+            values, shares = [point[key] for point in points], data["shares"]
             if key == "ssim":  # where nothing is taken away the image is the plain one
                 values, shares = [1.0, *values], [0.0, *shares]
             axes.plot(shares, values, f"{mark}-", color=color, ms=5, lw=1.5, label=labels[name])
-        _axes(axes, data, xlabel, f"{unit} to the plain image")
+        axes.set_xticks(shares, [f"{100 * share:.0f} %" for share in shares])
+        axes.set(xlabel=xlabel, ylabel=f"{unit} to the plain image")
+        axes.grid(color="0.92")
+        style.plain_axes(axes)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, fontsize=9, frameon=False, loc="outside lower center", ncols=2)
-
-
-def _axes(axes: Any, data: Data, xlabel: str, ylabel: str) -> None:
-    shown = [0, *data["shares"]]
-    axes.set_xticks(shown, [f"{100 * share:.0f} %" for share in shown])
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.grid(color="0.92")
-    style.plain_axes(axes)
