@@ -58,7 +58,7 @@ def draw(data: Data, path: Path) -> None:
         return style.show_image(axes, map_, f"block {data['blocks'][n]}", vmin=0, vmax=1, cmap=style.CMAP)
 
     grid, mappable = style.show_grid(upper, rows, show)
-    style.colorbar(upper, mappable, grid, "share of\nthe largest", aspect=14)
+    style.colorbar(upper, mappable, grid, "relative", aspect=14)
     style.set_title(upper, "What each block changes one scale before the first sparse one; dark leaves first", data)
     for axes, key, name in zip(
         lower.subplots(1, 2, gridspec_kw={"wspace": 0.06}), ("ssim", "psnr"), ("SSIM", "PSNR, dB,"), strict=True

@@ -60,7 +60,7 @@ def draw(data: Data, path: Path) -> None:
     mappable: Any = None
     for axes, name, map_ in zip(panels[1:], DRAWN_MAPS, data["maps"], strict=True):
         mappable = style.show_image(axes, map_.astype(np.float32), LABELS[name], vmin=0, vmax=1, cmap=style.CMAP)
-    style.colorbar(upper, mappable, list(panels), "share of\nthe largest", aspect=14)
+    style.colorbar(upper, mappable, list(panels), "relative", aspect=14)
     style.set_title(upper, f"What would be excluded first (dark) after scale {data['scale']}", data)
     quality_curves.draw_panels(lower, data, LABELS, "cells excluded, of each sparse scale")
     style.save(figure, path)
