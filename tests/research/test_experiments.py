@@ -343,7 +343,7 @@ def test_shares_of_equal_codes(make: Any) -> None:
     subject: Any = 4 if pipe.backbone.prompts == "label" else "a fox"
     if subject == "a fox":
         pipe = with_text(pipe)
-    size: dict[str, Any] = {"pixel_budget": "0.06M"} if make is tiny_infinity else {}
+    size: dict[str, Any] = {"pixel_budget": "0.06M", "aspect_ratio": 1.5} if make is tiny_infinity else {}
     data = restored_codes.measure(Study(pipe, subject, 5, size=size))
     assert data["codes"] == ("bits" if make is tiny_infinity else "codes")
     assert data["scales"] == list(range(3, len(data["grids"]) + 1))
