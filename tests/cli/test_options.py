@@ -193,12 +193,12 @@ def test_analyze(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "p.txt").write_text("birds\ta duck\n")
     values = {"prompt": "a fox", "prompts": tmp_path / "p.txt", "out": tmp_path / "out", "figures": "kept,change"}
     values |= {"methods": "sparsevar:hart,truncate:2", "report": tmp_path / "r.html", "seed": 41, **LOADED}
-    values |= {"aspect_ratio": 1.5, "pixel_budget": "0.25M"}
+    values |= {"aspect_ratio": 1.5, "pixel_budget": "0.25M", "seeds": 3}
     with pytest.raises(Reached):
         CLI(["analyze", *map(str, arguments("analyze", values))], standalone_mode=False)
     loaded_as_asked(recorder)
-    _, subject, seed, prompts, methods, size = recorder.asked["args"]
-    assert (subject, seed, size) == ("a fox", 41, {"aspect_ratio": 1.5, "pixel_budget": "0.25M"})
+    _, subject, seed, prompts, seeds, methods, size = recorder.asked["args"]
+    assert (subject, seed, seeds, size) == ("a fox", 41, 3, {"aspect_ratio": 1.5, "pixel_budget": "0.25M"})
     assert [p.prompt for p in prompts] == ["a duck"]
     assert methods == {"sparsevar:hart": SparseVAR.preset("hart"), "truncate:2": Truncate(2)}
     assert recorder.more == {"report": tmp_path / "r.html", "out": tmp_path / "out", "figures": "kept,change"}
