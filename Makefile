@@ -3,16 +3,16 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo serve test lint format test-gpu test-kernels test-compile test-hostile test-browser test-docker test-score docs bench-load clean
+.PHONY: demo serve test lint format test-gpu test-kernels test-compile test-hostile test-browser test-docker test-score test-defaults results docs bench-load clean
 
 # The stamp is newer than what it was made from, or the environment is made again.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,calibrate,plot,eval,tune,serve]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,plot,eval,tune,serve]'
 	touch $@
 
 demo: $(VENV)/.ready
-	$(BIN)/nextscale compare "two foxes above a blue heart" --seed 7 --method nova --preset balanced --out demo.png
+	$(BIN)/nextscale compare "two foxes above a blue heart" --seed 7 --method nova --out demo.png
 
 # The server of the embedded model: http://127.0.0.1:8000
 serve: $(VENV)/.ready
@@ -78,6 +78,16 @@ $(VENV)/.docs: $(VENV)/.ready
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# Images of whoever chooses a method and nothing else: are they near the plain ones?
+test-defaults: $(VENV)/.ready
+	$(BIN)/python benchmarks/defaults.py
+
+# Everything in the documents that was measured on the embedded model, anew. On a machine with a GPU whose python3 has
+# the dependencies: PYTHONPATH=src python3 benchmarks/results.py
+results: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
+	$(BIN)/python benchmarks/results.py
 
 bench-load: $(VENV)/.ready
 	$(BIN)/python benchmarks/loading.py

@@ -3,7 +3,8 @@
     python benchmarks/decisions.py                     # the share of tokens that they keep, as recorded and varied
     python benchmarks/decisions.py --out benchmarks/decisions.json [--device cuda]     # records them anew
 
-Recorded from the model that comes with the package: 96 prompts, half of them with full backgrounds, NOVA(t_est=6).
+Recorded from the model that comes with the package: 96 prompts, half of them with full backgrounds, NOVA's preset
+literal (which looks at every layer of every scale) with t_est=6.
 Of each the inflection t*, the mean entropy of every scale, and at every reduced scale that of every layer.
 `RecordedNOVA` plays them on a model of any depth: layers are stretched, every mean is multiplied by a random factor of
 0.9 to 1.1, t* is shifted by -1, 0, 1, 2 in turn, and one prompt in twelve is never reduced. So no decision comes twice;
@@ -13,6 +14,7 @@ probe, ranking, selection and restoration work as ever.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -168,10 +170,11 @@ def prompts() -> list[str]:
 
 def record(device: str) -> dict[str, Any]:
     pipe = Pipeline.from_pretrained(device=device, progress_bar=False)
+    method = dataclasses.replace(NOVA.preset("literal"), t_est=T_EST)
     found = []
     with bar("record", PROMPTS, None) as advance:
         for seed, prompt in enumerate(prompts()):
-            image = pipe(prompt, seed=seed, method=NOVA(t_est=T_EST), output_type="latent").trace.to_dict()["images"][0]
+            image = pipe(prompt, seed=seed, method=method, output_type="latent").trace.to_dict()["images"][0]
             layers = {e["scale"]: [layer["entropy"] for layer in e["layers"]] for e in image["scales"]}
             found.append(
                 {
@@ -182,7 +185,7 @@ def record(device: str) -> dict[str, Any]:
                 }
             )
             advance(1)
-    return {"model": pipe.spec.name, "method": NOVA(t_est=T_EST).to_dict(), "decisions": found}
+    return {"model": pipe.spec.name, "method": method.to_dict(), "decisions": found}
 
 
 def main() -> None:

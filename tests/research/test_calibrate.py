@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support import files
@@ -13,7 +14,7 @@ from support.files import VAR_CASE
 from nextscale import NOVA, SkipVAR, SparseVAR, ToProVAR
 from nextscale.errors import NextscaleError
 from nextscale.research.calibrate.shares import measure_shares
-from nextscale.research.calibrate.skipvar import calibrate_skipvar
+from nextscale.research.calibrate.skipvar import _fit, calibrate_skipvar
 from nextscale.research.calibrate.sparsevar import calibrate_sparsevar
 from nextscale.research.calibrate.toprovar import calibrate_toprovar
 from nextscale.research.evaluate.ssim import ssim
@@ -73,7 +74,6 @@ def test_toprovar_with_too_few_prompts(var) -> None:
 
 
 def test_skipvar(var, tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
     decision = calibrate_skipvar(var, LABELS, target=0.55, at=0.6)
     path = tmp_path / "decision.json"
     path.write_text(json.dumps(decision))
@@ -88,6 +88,19 @@ def test_skipvar(var, tmp_path: Path) -> None:
     score = ssim(out.images, complete, span=1.0)
     assert score[kept].mean() > score[~kept].mean() + 0.2
     assert (score[~kept] >= 0.55).float().mean() > 0.5, "those that stop are mostly those that may"
+
+
+def test_the_fit_is_logistic_regression() -> None:
+    """Against what scikit-learn's LogisticRegression finds on standardized features."""
+    features = [[0.01 * (7 * i % 20), 0.03 * (i * i % 23)] for i in range(40)]
+    labels = [min(int(8 * a + 2 * b), 2) for a, b in features]
+    found = _fit(features, labels)
+    assert found["classes"] == [0, 1, 2]
+    assert np.allclose(found["coef"], [[-1.9978, -1.37849], [0.22961, 0.00121], [1.76819, 1.37728]], atol=1e-4)
+    assert np.allclose(found["intercept"], [0.23177, 1.3009, -1.53268], atol=1e-4)
+    assert np.allclose(found["scale"], np.std(features, axis=0))
+    same = _fit([[0.5, i / 10] for i in range(10)], [1] * 10)  # one class, and a feature that never changes
+    assert (same["classes"], same["coef"], same["scale"][0]) == ([1], [[0.0, 0.0]], 1.0)
 
 
 def test_shares_become_a_table(var, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def skipvar(
     device: Device = None,
     skip_bad: SkipBad = False,
 ) -> None:
-    """SkipVAR's decision (needs scikit-learn: pip install 'nextscale[calibrate]')."""
+    """SkipVAR's decision."""
     from nextscale.research.calibrate.skipvar import calibrate_skipvar
 
     options = {"target": target, "guidance_scale": guidance_scale}

@@ -9,8 +9,8 @@ from nextscale.errors import NextscaleError
 from nextscale.pipeline import Pipeline
 from nextscale.research.prompt_checks import bad_prompts
 
-MIN_PROMPTS = 64  # prompts
-BATCH = 8
+MIN_PROMPTS = 64
+BATCH, GPU_BATCH = 8, 36
 
 
 def require_enough(prompts: Sequence[Any]) -> None:
@@ -24,8 +24,9 @@ def batches(pipe: Pipeline, prompts: Sequence[Any], seed: int) -> Iterator[dict[
     asked = [(prompt, f"prompt {i}") for i, prompt in enumerate(prompts, start=1) if isinstance(prompt, (str, int))]
     for bad in bad_prompts(pipe, asked):
         raise NextscaleError(f"{bad.where}: {bad.reason}")
-    for start in range(0, len(prompts), BATCH):
-        some = list(prompts[start : start + BATCH])
+    size = GPU_BATCH if pipe.device.type == "cuda" else BATCH
+    for start in range(0, len(prompts), size):
+        some = list(prompts[start : start + size])
         seeds = [seed + start + i for i in range(len(some))]
         key = "prompt" if isinstance(some[0], (str, int)) else "prompt_embeds"
         yield {key: some, "seed": seeds}

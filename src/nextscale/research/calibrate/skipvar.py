@@ -1,10 +1,12 @@
-"""SkipVAR's decision: which shortcuts would have kept an image, learned from its two features. Needs scikit-learn."""
+"""SkipVAR's decision: which shortcuts would have kept an image, learned from its two features."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.engine.callback import ScaleEnd
@@ -24,10 +26,6 @@ def calibrate_skipvar(
     pipe: Pipeline, prompts: Sequence[Any], target: float = 0.88, seed: int = 0, at: float = 10 / 13, **options: Any
 ) -> dict[str, Any]:
     """Fit a decision file: shortcuts whose image has an SSIM of at least `target` to the complete one."""
-    try:
-        import sklearn  # noqa: F401
-    except ImportError:
-        raise NextscaleError("calibrating skipvar needs scikit-learn: pip install 'nextscale[calibrate]'") from None
     if not 0 < target < 1:
         raise NextscaleError(f"target must lie in (0, 1), not {target!r}")
     calls = list(batches(pipe, prompts, seed))
@@ -95,18 +93,24 @@ class _Watcher(SkipVAR):
         return SkipVARPolicy(context, self, nothing, None)
 
 
-def _fit(features: list[list[float]], labels: list[int]) -> dict[str, Any]:
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.preprocessing import StandardScaler
+def _fit(features: Sequence[Sequence[float]], labels: Sequence[int]) -> dict[str, Any]:
+    """Logistic regression on standardized features, weights penalized by half their squares, as is usual."""
+    x, classes = torch.tensor(features, dtype=torch.float64), sorted(set(labels))
+    mean, scale = x.mean(0), x.std(0, unbiased=False)
+    x = (x - mean) / torch.where(scale > 0, scale, 1)
+    y = torch.tensor([classes.index(label) for label in labels])
+    with torch.inference_mode(False), torch.enable_grad():
+        coef = torch.zeros(len(classes), x.shape[1], dtype=x.dtype, requires_grad=True)
+        intercept = torch.zeros(len(classes), dtype=x.dtype, requires_grad=True)
+        found = [coef, intercept]
+        optimizer = torch.optim.LBFGS(found, max_iter=1000, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
 
-    scaler = StandardScaler().fit(features)
-    classes = sorted(set(labels))
-    if len(classes) == 1:
-        coef, intercept = [[0.0, 0.0]], [0.0]
-    else:
-        fitted = LogisticRegression(max_iter=1000).fit(scaler.transform(features), labels)
-        coef, intercept = fitted.coef_.tolist(), fitted.intercept_.tolist()
-        if len(classes) == 2:  # scikit-learn then keeps the score of the second class alone
-            coef, intercept = [[0.0, 0.0], *coef], [0.0, *intercept]
-    numbers = {"mean": scaler.mean_.tolist(), "scale": scaler.scale_.tolist(), "coef": coef, "intercept": intercept}
-    return {"classes": classes, **numbers}
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            value = F.cross_entropy(F.linear(x, coef, intercept), y, reduction="sum") + coef.square().sum() / 2
+            value.backward()  # type: ignore[no-untyped-call]
+            return value
+
+        optimizer.step(loss)  # type: ignore[arg-type]
+    numbers = {"mean": mean, "scale": torch.where(scale > 0, scale, 1), "coef": coef, "intercept": intercept}
+    return {"classes": classes, **{name: values.tolist() for name, values in numbers.items()}}

@@ -1,0 +1,212 @@
+"""Measure again everything in the documents that rests on the embedded model, and write it there.
+
+    make results                                          # all of it, on a GPU if there is one
+    python benchmarks/results.py --only seconds           # some steps: `STEPS` names them
+    python benchmarks/results.py --only tables --sweeps main --prompts 2    # a small table, an hour on a CPU
+    python benchmarks/results.py --only documents         # no measurement: tables from docs/measured/embedded.json
+
+Steps run one after the other, each a command of the package that is printed before it runs: calibrations and presets on
+the list of prompts that no table reports, then every table on the other two, then figures. What was measured is kept
+below results/ in a folder of these weights; a run that was stopped goes on there. The numbers that documents need go
+into docs/measured/embedded.json, and from there into the tables between `<!-- results: NAME -->` and `<!-- end -->`.
+
+Seconds are those of two CPU threads, and the only step that wants a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import result_tables
+from nextscale import Pipeline
+from nextscale.io.reading import read_json
+from nextscale.io.writing import as_json, atomic_write
+from nextscale.methods.package_data import PRESETS
+from nextscale.research.evaluate.scenes import read_scene_prompts
+from nextscale.research.export.weights import weights_sha256
+
+ROOT = Path(__file__).parents[1]
+MEASURED = ROOT / "docs" / "measured" / "embedded.json"
+TABLES = {  # sweep -> prompts of each task and background; None: all
+    "main": None,
+    "methods": None,
+    "nova-table4": 20,
+    "nova-table5": 20,
+    "toprovar-table4": 20,
+    "sparsevar-table4": 20,
+    "sparsevar-table5": 20,
+}
+EXAMPLE = ("two foxes above a blue heart", "--seed", "7")
+DIGITS = 5
+
+
+@dataclass
+class Results:
+    folder: Path
+    device: str
+    prompts: int | None  # of each task and background at most
+    sweeps: tuple[str, ...] = tuple(TABLES)  # of the step "tables"
+
+    @property
+    def gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    def command(self, *words: str, module: str = "nextscale") -> None:
+        print(f"\n$ {'nextscale' if module == 'nextscale' else f'python -m {module}'} {shlex.join(words)}", flush=True)
+        paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        subprocess.run(
+            [sys.executable, "-m", module, *words],
+            check=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+
+    def calibrate(self, *words: str, out: Path) -> None:
+        """Fit a file of the package, once for these weights."""
+        made = self.folder / out.name
+        if not made.exists():
+            asked = self.folder / "tuning.txt"
+            asked.write_text("\n".join(s.prompt for s in read_scene_prompts("tuning")) + "\n")
+            self.command("calibrate", *words, "--prompts", str(asked), "--device", self.device, "--out", str(made))
+        shutil.copyfile(made, out)
+
+    def sweep(self, name: str, lists: str, prompts: int | None) -> tuple[Path, str]:
+        """Run a sweep; its folder, and the command that a reader would use."""
+        fewest = min((n for n in (prompts, self.prompts) if n is not None), default=None)
+        words = ["eval", "sweep", name, *(["--lists", lists] if lists != "white,full" else []), "--cost", "flops"]
+        words += [] if fewest is None else ["--prompts", str(fewest)]
+        words += ["--batch", "120"] if self.gpu else []
+        words += ["--reference"] if name == "methods" else []
+        shared = "methods" if name == "main" else name  # which has all of its settings, too
+        out = self.folder / "-".join([shared, *([] if fewest is None else [str(fewest)])])
+        self.command(*words, "--device", self.device, "--out", str(out), "--quiet")
+        return out, "nextscale " + shlex.join(words)
+
+
+def calibrations(run: Results) -> None:
+    run.calibrate("toprovar", out=PRESETS / "toprovar-clipart.json")
+    run.calibrate("sparsevar", out=PRESETS / "sparsevar-clipart.json")
+    run.calibrate("shares", "--method", "sparsevar:clipart;tau=0.6", out=PRESETS / "table-sparsevar.json")
+    for target, name in (("0.95", "clipart"), ("0.98", "clipart-98")):
+        run.calibrate("skipvar", "--target", target, out=PRESETS / f"decision-{name}.json")
+    found = {}
+    for method in ("toprovar", "sparsevar"):
+        content = read_json(run.folder / f"{method}-clipart.json", "a calibration")
+        found[method] = {
+            k: v for k, v in content.items() if k in ("prompts", "target", "reached", "quantile", "blocks")
+        }
+        found[method]["fields"] = content["fields"]
+    remember("calibrations", found)
+
+
+def presets(run: Results) -> None:
+    out, command = run.sweep("presets", "tuning", None)
+    for path in sorted((out / "presets").glob("*.json")):
+        shutil.copyfile(path, PRESETS / path.name)
+    chosen = {p.stem: read_json(p, "a preset") for p in sorted((out / "presets").glob("*.json"))}
+    remember("presets", {"command": command, "chosen": chosen})
+
+
+def tables(run: Results) -> None:
+    for name in run.sweeps:
+        out, command = run.sweep(name, "white,full", TABLES[name])
+        content = read_json(out / "results.json", "a sweep")
+        rows = [{k: _short(v) for k, v in row.items()} for row in content["rows"]]
+        facts = {k: content["run"][k] for k in ("hardware", "torch")}
+        about = {"command": command, "images": content["settings"]["pictures"], **facts}
+        if name == "methods":
+            shutil.copyfile(out / "curve.png", ROOT / "docs" / "curve.png")
+        remember(f"sweep {name}", {**about, "rows": rows})
+        remember("grader", content["grader"])
+
+
+def figures(run: Results) -> None:
+    docs = ROOT / "docs"
+    out = run.folder / "analysis"
+    run.command("analyze", *EXAMPLE, "--figures", "kept", "--device", run.device, "--out", str(out))
+    shutil.copyfile(out / "kept.png", docs / "kept.png")
+    entropy = run.folder / "entropy"
+    if not (entropy / "entropy.json").exists():
+        run.command("--run", str(entropy), module="training.entropy")
+    shutil.copyfile(entropy / "entropy.png", docs / "entropy.png")
+    found = read_json(entropy / "entropy.json", "the entropies")
+    scales = [{k: _short(v) for k, v in scale.items()} for scale in found["scales"]]
+    keys = ("t_est", "alpha", "prompts", "eta_positive", "stars")
+    remember("entropy", {**{k: found[k] for k in keys}, "scales": scales})
+    run.command("--out", str(docs / "contact-sheet.jpg"), module="training.contact_sheet")
+
+
+def seconds(run: Results) -> None:
+    out = run.folder / "seconds.json"
+    run.command("--json", str(out), module="benchmarks.embedded")
+    remember("seconds", read_json(out, "seconds"))
+
+
+def documents(run: Results | None = None) -> None:
+    for path, text in result_tables.written(read_json(MEASURED, "what was measured"), ROOT).items():
+        if path.read_text() != text:
+            path.write_text(text)
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+STEPS: dict[str, Callable[[Results], None]] = {
+    "calibrations": calibrations,
+    "presets": presets,
+    "tables": tables,
+    "figures": figures,
+    "seconds": seconds,
+    "documents": documents,
+}
+
+
+def remember(name: str, found: Any) -> None:
+    """Keep a result; those of other weights go."""
+    content = read_json(MEASURED, "what was measured") if MEASURED.exists() else {}
+    if name == "weights" and content.get("weights") != found:
+        content = {}
+    with atomic_write(MEASURED) as file:
+        file.write(as_json({**content, name: found}))
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(STEPS), help=f"steps, separated by commas; all: {', '.join(STEPS)}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sweeps", default=",".join(TABLES), help="of the step tables, separated by commas")
+    parser.add_argument(
+        "--prompts", type=int, help="of each task and background at most: a small measurement for a CPU"
+    )
+    parser.add_argument("--folder", type=Path, default=ROOT / "results")
+    options = parser.parse_args()
+    asked, sweeps = options.only.split(","), options.sweeps.split(",")
+    for name, known in (*((step, STEPS) for step in asked), *((sweep, TABLES) for sweep in sweeps)):
+        if name not in known:
+            parser.error(f"unknown {name!r}; allowed: {', '.join(known)}")
+    if asked == ["documents"]:
+        documents()
+        return
+    weights = weights_sha256(Pipeline.from_pretrained(progress_bar=False))
+    remember("weights", weights)
+    run = Results(options.folder / weights[0][:12], options.device, options.prompts, tuple(sweeps))
+    run.folder.mkdir(parents=True, exist_ok=True)
+    for name in asked:
+        STEPS[name](run)
+
+
+if __name__ == "__main__":
+    main()
