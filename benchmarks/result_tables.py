@@ -6,7 +6,8 @@ A document has a place for each, which this fills:
     ...
     <!-- end -->
 
-White and full backgrounds stand side by side, as "white / full", wherever a column has both.
+What was not measured yet stays as it is. White and full backgrounds stand side by side, as "white / full", wherever a
+column has both.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from nextscale.research.evaluate.scenes import BACKGROUNDS
 
 DOCUMENTS = ("README.md", "MODEL_CARD.md", "docs/results.md")
 MISSING = "Not measured on this model yet; `make results` does."
-PLACE = re.compile(r"(<!-- results: ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- results: ([\w -]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 README_METHODS = (
     "none",
     "nova:paper",
@@ -49,8 +50,8 @@ def written(measured: Measured, root: Path) -> dict[Path, str]:
         if name not in TABLES:
             raise ValueError(f"there is no table {name!r}; allowed: {', '.join(TABLES)}")
         needs, make = TABLES[name]
-        text = make(measured) if all(key in measured for key in needs) else MISSING
-        return f"{match[1]}\n{text}\n\n{match[3]}"
+        text = make(measured) if all(key in measured for key in needs) else match[3].strip() or MISSING
+        return f"{match[1]}\n{text}\n\n{match[4]}"
 
     paths = [root / name for name in DOCUMENTS]
     return {path: PLACE.sub(fill, path.read_text(encoding="utf-8")) for path in paths}

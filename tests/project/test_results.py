@@ -73,10 +73,13 @@ def test_numbers_of_both_backgrounds_stand_side_by_side(tables, measured, monkey
 def test_what_was_not_measured_is_said(tables, measured, tmp_path: Path) -> None:
     for name in tables.DOCUMENTS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{name}\n<!-- results: methods -->\nold 1.23\n<!-- end -->\nrest\n")
+        (tmp_path / name).write_text(
+            f"{name}\n<!-- results: methods -->\n<!-- end -->\n<!-- results: seconds -->\n1.23\n<!-- end -->\nrest\n"
+        )
+    del measured["seconds"]
     for path, text in tables.written(measured, tmp_path).items():
-        head = str(path.relative_to(tmp_path))
-        assert text == f"{head}\n<!-- results: methods -->\n\n{tables.MISSING}\n\n<!-- end -->\nrest\n"
+        head, first = str(path.relative_to(tmp_path)), f"<!-- results: methods -->\n\n{tables.MISSING}\n\n<!-- end -->"
+        assert text == f"{head}\n{first}\n<!-- results: seconds -->\n\n1.23\n\n<!-- end -->\nrest\n"
     (tmp_path / "README.md").write_text("<!-- results: nothing -->\n<!-- end -->")
     with pytest.raises(ValueError, match="there is no table 'nothing'; allowed: readme, "):
         tables.written(measured, tmp_path)
