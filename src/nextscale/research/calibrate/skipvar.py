@@ -108,9 +108,9 @@ def _fit(features: Sequence[Sequence[float]], labels: Sequence[int]) -> dict[str
         def loss() -> Tensor:
             optimizer.zero_grad()
             value = F.cross_entropy(F.linear(x, coef, intercept), y, reduction="sum") + coef.square().sum() / 2
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
             return value
 
-        optimizer.step(loss)  # type: ignore[arg-type]
+        optimizer.step(loss)
     numbers = {"mean": mean, "scale": torch.where(scale > 0, scale, 1), "coef": coef, "intercept": intercept}
     return {"classes": classes, **{name: values.tolist() for name, values in numbers.items()}}
