@@ -1,4 +1,4 @@
-"""Taper: cheap scales whole, of the next ones the uncertain cells, fewer at each, and then nothing: a method of ours."""
+"""Taper, a method of ours: cheap scales whole, the uncertain cells of the next ones, fewer at each, then nothing."""
 
 from __future__ import annotations
 
