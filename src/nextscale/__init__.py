@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RandomSelection,
         SkipVAR,
         SparseVAR,
+        Taper,
         ToProVAR,
         Truncate,
     )
@@ -43,6 +44,7 @@ __all__ = [
     "ScaleEnd",
     "SkipVAR",
     "SparseVAR",
+    "Taper",
     "ToProVAR",
     "Truncate",
     "__version__",

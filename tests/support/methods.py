@@ -13,6 +13,7 @@ from nextscale import (
     RandomSelection,
     SkipVAR,
     SparseVAR,
+    Taper,
     ToProVAR,
     Truncate,
 )
@@ -24,6 +25,8 @@ except ImportError:  # the GPU machine has none; `make test` installs it
 
 # A decision like those that SkipVAR fits, for images of tiny models.
 DECISION = str(DATA / "skipvar_decision.json")
+# Of no model: those of tiny ones lie somewhere in between.
+ENTROPIES = str(DATA / "taper_entropies.json")
 LITERAL = NOVA.preset("literal")
 METHODS = {
     "skipvar": SkipVAR(DECISION, at=0.5),
@@ -55,6 +58,8 @@ METHODS = {
     "sparsevar, strict": SparseVAR(start_scale=0.5, tau=1.0, anchor=3, similarity=1.0),
     "fastvar": FastVAR(),
     "fastvar, hart": FastVAR.preset("hart"),
+    "taper": Taper(budget=0.4),
+    "taper, adaptive": Taper(budget=0.5, entropies=ENTROPIES),
     "truncate": Truncate(2),
     "drop guidance": DropGuidance(4),
     "random selection": RandomSelection(NOVA(t_est=2, alpha=0.0)),
@@ -67,6 +72,7 @@ NOTHING = {
     "toprovar": ToProVAR(tau=1.0),
     "sparsevar": SparseVAR(tau=0.0),
     "fastvar": FastVAR(scale_table="1:0"),
+    "taper": Taper(budget=1.0),
     "truncate": Truncate(0),
     "random selection": RandomSelection(Truncate(0)),
     "composed": Truncate(0) + NOVA(t_est=2, scale_linkage=False, scale_table="1:0"),
@@ -88,6 +94,8 @@ CAPTURED = {
     "nova, attention": NOVA(t_est=2, alpha=10, metric="attention"),
     "nova, mse": NOVA(t_est=2, alpha=10, metric="mse"),
     "nova and guidance": NOVA(t_est=2, alpha=10) + DropGuidance(4),
+    "taper": Taper(budget=0.4),
+    "taper, adaptive": Taper(budget=0.6, entropies=ENTROPIES),
     "random selection": RandomSelection(NOVA(t_est=2, alpha=10), seed=3),
     "random fastvar": RandomSelection(FastVAR(scale_table="0.5:0.3 1:0.6")) + DropGuidance(4),
     "truncate and guidance": Truncate(2) + DropGuidance(4),

@@ -24,6 +24,7 @@ METHODS = (
     "sparsevar",
     "fastvar",
     "skipvar",
+    "taper",
     "drop_guidance",
     "truncate",
     "random_selection",

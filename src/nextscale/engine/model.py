@@ -11,6 +11,7 @@ from torch import Tensor
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Schedule, Size
 from nextscale.engine.state import cause_of_nan
+from nextscale.engine.trace import Costs
 from nextscale.errors import NextscaleError
 from nextscale.io.arguments import is_single, read_count, read_flag, read_list, short_repr
 from nextscale.io.devices import without_autocast
@@ -80,7 +81,7 @@ class Model:
         b = self.backbone
         bits = b.token_shape[0] if b.token_shape else None
         known = images, schedule, sampling, b.depth, b.sublayers, bits, self.device, b.dtype
-        return PolicyContext(*known, decode=self.decode, warmup=warmup)
+        return PolicyContext(*known, decode=self.decode, costs=Costs.of(b), warmup=warmup)
 
     def decode(self, features: Tensor) -> Tensor:
         """Decode feature maps [B, d, H, W] to images [B, 3, H, W] in [-1, 1]."""

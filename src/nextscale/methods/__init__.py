@@ -13,11 +13,12 @@ from nextscale.methods.nova import NOVA
 from nextscale.methods.random_selection import RandomSelection
 from nextscale.methods.skipvar import SkipVAR
 from nextscale.methods.sparsevar import SparseVAR
+from nextscale.methods.taper import Taper
 from nextscale.methods.toprovar import ToProVAR
 from nextscale.methods.truncate import Truncate
 
 METHODS: dict[str, type[Method]] = {
-    m.name: m for m in (NOVA, ToProVAR, SparseVAR, FastVAR, SkipVAR, DropGuidance, Truncate, RandomSelection)
+    m.name: m for m in (NOVA, ToProVAR, SparseVAR, FastVAR, SkipVAR, Taper, DropGuidance, Truncate, RandomSelection)
 }
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "RandomSelection",
     "SkipVAR",
     "SparseVAR",
+    "Taper",
     "ToProVAR",
     "Truncate",
     "from_dict",

@@ -15,6 +15,7 @@ from nextscale.engine.entropy import token_entropy
 from nextscale.engine.rows import Rows
 from nextscale.engine.sampling import Sampling
 from nextscale.engine.schedule import Scale, Schedule
+from nextscale.engine.trace import Costs
 from nextscale.errors import NextscaleError, choices
 from nextscale.methods.device_inputs import DeviceInputs
 from nextscale.methods.selection import Selection, scatter
@@ -41,6 +42,7 @@ class PolicyContext:
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32  # of the layers' matrix products
     decode: Callable[[Tensor], Tensor] | None = None  # feature maps -> images in [-1, 1]
+    costs: Costs | None = None  # of the model's layers
     warmup: int | None = None  # number of a warm-up call: see `Capabilities.warmup_calls`
 
 

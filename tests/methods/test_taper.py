@@ -1,0 +1,174 @@
+"""Taper: shares that cost what was asked, the cells that are uncertain, and images that take what they need."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.methods import ENTROPIES
+from support.pipelines import ask
+
+from nextscale import Taper
+from nextscale.engine.entropy import token_entropy
+from nextscale.engine.schedule import Schedule
+from nextscale.engine.trace import Costs
+from nextscale.errors import NextscaleError
+from nextscale.methods.taper import Price, kept_share, plan_shares
+from nextscale.methods.typical_entropies import TypicalEntropies
+
+COSTS = Costs(16, ("self", "ffn"), {"self": 4_000_000, "ffn": 8_000_000}, {"self": 2_000, "ffn": 0}, 30_000)
+SQUARE = Schedule.squares((1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64))
+WIDE = Schedule(((1, 2), (2, 4), (3, 6), (4, 8), (6, 12), (9, 18), (16, 32)), frame=(16, 32))
+
+
+def flops(shares: list[float], rows: list[int], schedule: Schedule) -> float:
+    """Cell by cell: each kept token of a scale sees the keys of all before and of its own scale."""
+    total, keys = 0.0, 0.0
+    for scale, share, copies in zip(schedule, shares, rows, strict=True):
+        if not share:
+            continue
+        kept = share * scale.tokens
+        keys += kept
+        per_token = COSTS.per_token["self"] + COSTS.per_token["ffn"] + COSTS.per_key["self"] * keys
+        total += copies * (16 * kept * per_token + scale.tokens * COSTS.head)
+    return total
+
+
+@pytest.mark.parametrize("schedule", [SQUARE, WIDE], ids=["square", "wide"])
+@pytest.mark.parametrize(("rows", "unguided"), [(2, True), (2, False), (1, False)])
+def test_shares_cost_what_the_budget_has(schedule: Schedule, rows: int, unguided: bool) -> None:
+    scales = len(schedule)
+    price = Price(COSTS, schedule, (rows,) * scales, unguided)
+    before = [0.0] * scales
+    for budget in (0.05, 0.07, 0.12, 0.25, 0.4, 0.6, 0.75):
+        shares, last_alone = plan_shares(budget, price)
+        assert unguided or not last_alone
+        mine = [1 if last_alone and t == scales - 1 else rows for t in range(scales)]
+        whole = flops([1.0] * scales, [rows] * scales, schedule)
+        assert flops(shares, mine, schedule) / whole == pytest.approx(budget, rel=1e-6)
+        assert shares == sorted(shares, reverse=True), "no scale is more complete than a cheaper one"
+        assert all(s == 0 or s >= 0.12 - 1e-9 for s in shares)
+        assert sum(shares) > sum(before) or unguided, "more money, more cells"
+        before = shares
+    assert plan_shares(1.0, price) == ([1.0] * scales, False)
+
+
+def test_the_share_falls_by_the_same_step_from_scale_to_scale() -> None:
+    assert [round(kept_share(d), 6) for d in (-1, 0, 1, 2, 7 / 3, 2.5, 3)] == [0, 0, 0.3, 0.6, 0.7, 0.8, 1]
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.5, 0.8])
+def test_the_trace_agrees_with_the_plan(any_pipe, budget: float) -> None:
+    for image in ask(any_pipe, 2, method=Taper(budget=budget)).trace.to_dict()["images"]:
+        # The plan knows of no text that runs in front of an image.
+        error = 0.1 if any_pipe.spec.family == "hart" else 0.04
+        assert image["flops"] / image["flops_full"] == pytest.approx(budget, rel=error)
+
+
+def test_the_last_scale_is_unguided_only_where_that_pays(infinity) -> None:
+    def rows(method: Taper) -> list[int]:
+        return [e["rows"] for e in ask(infinity, 1, method=method).trace.to_dict()["images"][0]["scales"]]
+
+    assert rows(Taper(budget=0.55)) == [2] * 6 + [1]
+    assert rows(Taper(budget=0.55, unguided=False)) == [2] * 7
+    assert rows(Taper(budget=0.97)) == [2] * 7
+    assert rows(Taper(budget=0.15))[-1] == 0
+
+
+def highest_nearby(map_: np.ndarray) -> np.ndarray:
+    padded = np.pad(map_, 1, constant_values=-np.inf)
+    h, w = map_.shape
+    return np.max([padded[y : y + h, x : x + w] for y in range(3) for x in range(3)], axis=0)
+
+
+def test_the_cells_with_the_most_uncertain_neighbors_are_kept(infinity) -> None:
+    """At the first thinned scale, by hand from the logits of the one before."""
+    logits = []
+    out = ask(infinity, 2, method=Taper(budget=0.5), callback_on_scale_end=lambda e: logits.append(e.raw_logits[:2]))
+    policy = out.trace.policy
+    t, grids = policy.first, infinity.schedule(pixel_budget="0.06M").grids
+    entropy = token_entropy(logits[t - 1]).double().unflatten(1, grids[t - 1])
+    enlarged = torch.nn.functional.interpolate(entropy[:, None].float(), size=grids[t], mode="bilinear")[:, 0].numpy()
+    for image in range(2):
+        score = highest_nearby(enlarged[image])
+        kept = out.trace.kept(image, t + 1, 1)
+        assert kept.sum() == round(policy.shares[t] * kept.size)
+        assert score[kept].min() >= score[~kept].max() - 1e-6
+        for layer in range(2, infinity.backbone.depth + 1):
+            assert np.array_equal(out.trace.kept(image, t + 1, layer), kept)
+    assert (
+        (out.tokens[t] >= 0).all(-1).numpy() == np.stack([out.trace.kept(i, t + 1, 1).ravel() for i in (0, 1)])
+    ).all()
+
+
+@pytest.fixture
+def typical(tmp_path: Path, infinity) -> Path:
+    """Half of the cells of the images below are more uncertain than the median of these."""
+    scores = [2.0, 2.1, 2.2, 2.3, 2.4]
+    content = {"scales": [{"at": 1.0, "quantiles": scores}], "spendings": []}
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    return tmp_path / "mine.json"
+
+
+def test_an_uncertain_image_gets_more(infinity, typical: Path) -> None:
+    method = Taper(budget=0.5, entropies=str(typical))
+    out = ask(infinity, 8, method=method)
+    policy, images = out.trace.policy, out.trace.to_dict()["images"]
+    spent = [image["flops"] / image["flops_full"] for image in images]
+    assert max(spent) > 1.05 * min(spent)
+    assert max(spent) <= 1.5 * 0.5 * 1.02
+    t = policy.first
+    for image in range(8):
+        kept = out.trace.kept(image, t + 1, 1)
+        assert kept.sum() <= round(policy.most[t] * kept.size)
+    alone = ask(infinity, 1, method=replace(method, hard=True)).trace.to_dict()["images"][0]
+    assert alone["flops"] / alone["flops_full"] == pytest.approx(0.5, rel=0.04)
+
+
+def test_thresholds_and_budgets_are_read_off() -> None:
+    found = TypicalEntropies.read(ENTROPIES)
+    assert found.threshold(0.9, 0.5) == pytest.approx(2.25)
+    assert found.threshold(0.9, 0.05) == pytest.approx((3.65 + 3.9) / 2)
+    assert found.threshold(0.9, 1.0) < 0, "all cells"
+    assert found.asked_for(0.22) == pytest.approx(0.2)
+    assert found.asked_for(0.36) == pytest.approx(0.35)
+    assert found.budget_of(0.93) == pytest.approx(0.36)
+    assert found.budget_of(0.98) == pytest.approx(0.75)
+    assert found.budget_of(0.5) == pytest.approx(0.22), "nothing cheaper was measured"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"budget": 0.0}, r"budget must lie in \(0, 1\]"),
+        ({"budget": 0.2, "quality": 0.9}, "budget and quality are two ways to ask for the same"),
+        ({"quality": 0.9}, "what a quality costs is known with `entropies` only"),
+        ({"entropies": "nobody"}, "unknown entropies 'nobody'; allowed: "),
+    ],
+)
+def test_what_cannot_be_asked_for(fields: dict, sentence: str) -> None:
+    with pytest.raises(NextscaleError, match=sentence):
+        Taper(**fields)
+
+
+DAMAGED = ("{}", "[]", '{"scales": [], "spendings": []}')
+DAMAGED += ('{"scales": [{"at": 1, "quantiles": [2, 1]}], "spendings": []}',)
+DAMAGED += ('{"scales": [{"at": 1, "quantiles": [1, 2]}], "spendings": [{"asked": 0.1, "spent": NaN, "ssim": 1}]}',)
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_files_that_hold_no_entropies(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(NextscaleError, match=r"mine\.json"):
+        Taper(entropies=str(tmp_path / "mine.json"))
+
+
+def test_the_least_budget_is_named(var) -> None:
+    with pytest.raises(
+        NextscaleError, match=r"a budget of 0\.0001 does not pay for the first scale; the least is 0\.0"
+    ):
+        var(1, method=Taper(budget=0.0001))
