@@ -57,6 +57,7 @@ class Results:
     device: str
     prompts: int | None  # of each task and background at most
     sweeps: tuple[str, ...] = tuple(TABLES)  # of the step "tables"
+    so_far: bool = False  # compute nothing
 
     @property
     def gpu(self) -> bool:
@@ -90,7 +91,7 @@ class Results:
         words += ["--reference"] if name == "methods" else []
         shared = "methods" if name == "main" else name  # which has all of its settings, too
         out = self.folder / "-".join([shared, *([] if fewest is None else [str(fewest)])])
-        self.command(*words, "--device", self.device, "--out", str(out), "--quiet")
+        self.command(*words, "--device", self.device, "--out", str(out), "--so-far" if self.so_far else "--quiet")
         return out, "nextscale " + shlex.join(words)
 
 
@@ -191,6 +192,7 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=int, help="of each task and background at most: a small measurement for a CPU"
     )
+    parser.add_argument("--so-far", action="store_true", help="sweeps: only what was measured of all settings already")
     parser.add_argument("--folder", type=Path, default=ROOT / "results")
     options = parser.parse_args()
     asked, sweeps = options.only.split(","), options.sweeps.split(",")
@@ -202,7 +204,7 @@ def main() -> None:
         return
     weights = weights_sha256(Pipeline.from_pretrained(progress_bar=False))
     remember("weights", weights)
-    run = Results(options.folder / weights[0][:12], options.device, options.prompts, tuple(sweeps))
+    run = Results(options.folder / weights[0][:12], options.device, options.prompts, tuple(sweeps), options.so_far)
     run.folder.mkdir(parents=True, exist_ok=True)
     for name in asked:
         STEPS[name](run)
