@@ -34,9 +34,7 @@ Resources = Annotated[
 ]
 
 
-def read_placement(
-    workers: str, address: str | None, replicas: int | None, resources: str | None
-) -> Placement | None:
+def read_placement(workers: str, address: str | None, replicas: int | None, resources: str | None) -> Placement | None:
     """Read where workers run; None: in this process."""
     if workers not in ("local", "ray"):
         raise NextscaleError(f"unknown workers {workers!r}; allowed: local, ray")
@@ -76,7 +74,7 @@ def pipelines(
         # Here it is asked for settings only: the GPUs belong to the workers.
         pipe = Pipeline.from_pretrained(source, device="cpu", **options)
         load = functools.partial(Pipeline.from_pretrained, source, device=device, **options)
-        yield pipe, (RayActorWorkers if passes else RayDataWorkers)(load, replicas, needs)
+        yield pipe, (RayActorWorkers if passes else RayDataWorkers)(load, replicas, needs, device.partition(":")[0])
 
 
 def absolute(value: Any) -> Any:

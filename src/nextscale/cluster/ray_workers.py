@@ -17,6 +17,7 @@ from nextscale.errors import NextscaleError, first_line
 from nextscale.pipeline import Pipeline
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere that nobody asked for
+os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its warnings are for those who write Ray
 
 import ray
 import ray.data
@@ -87,8 +88,8 @@ class DataActor(PipelineActor):
 class RayDataWorkers(Workers):
     """One pass over many units, by Ray Data. A worker that dies is started again, and its unit done again."""
 
-    def __init__(self, load: Load, replicas: int, needs: Mapping[str, float]) -> None:
-        self.load, self.replicas, self.options = load, replicas, as_options(needs)
+    def __init__(self, load: Load, replicas: int, needs: Mapping[str, float], device: str = "cpu") -> None:
+        self.load, self.replicas, self.options, self.device = load, replicas, as_options(needs), device
 
     def map(self, work: Work[U, R], units: Sequence[U], name: Callable[[U], str] = str) -> Iterator[tuple[int, R]]:
         if not units:
@@ -113,8 +114,8 @@ class RayActorWorkers(Workers):
     """Several passes over few units: workers stay from one pass to the next, and those that are left go on when one
     dies."""
 
-    def __init__(self, load: Load, replicas: int, needs: Mapping[str, float]) -> None:
-        self.replicas = replicas
+    def __init__(self, load: Load, replicas: int, needs: Mapping[str, float], device: str = "cpu") -> None:
+        self.replicas, self.device = replicas, device
         actor = ray.remote(**as_options(needs))(PipelineActor)
         self.actors = [actor.remote(load) for _ in range(replicas)]
 

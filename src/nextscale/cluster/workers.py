@@ -15,6 +15,7 @@ Work = Callable[[Pipeline], Callable[[U], R]]  # begun on a worker's pipeline, i
 
 class Workers(ABC):
     replicas: int  # pipelines at work
+    device: str  # the type of theirs
 
     @abstractmethod
     def map(self, work: Work[U, R], units: Sequence[U], name: Callable[[U], str] = str) -> Iterator[tuple[int, R]]:
@@ -35,7 +36,7 @@ class LocalWorkers(Workers):
     replicas = 1
 
     def __init__(self, pipe: Pipeline) -> None:
-        self.pipe = pipe
+        self.pipe, self.device = pipe, pipe.device.type
 
     def map(self, work: Work[U, R], units: Sequence[U], name: Callable[[U], str] = str) -> Iterator[tuple[int, R]]:
         do = work(self.pipe)
