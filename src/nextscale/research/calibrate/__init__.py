@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nextscale.errors import NextscaleError
@@ -29,3 +30,14 @@ def batches(pipe: Pipeline, prompts: Sequence[Any], seed: int) -> Iterator[dict[
         seeds = [seed + start + i for i in range(len(some))]
         key = "prompt" if isinstance(some[0], (str, int)) else "prompt_embeds"
         yield {key: some, "seed": seeds}
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Work for `Workers`: what a function finds in a call, with options that all calls of a pass share."""
+
+    find: Callable[[Pipeline, dict[str, Any], dict[str, Any]], Any]
+    options: dict[str, Any]
+
+    def __call__(self, pipe: Pipeline) -> Callable[[dict[str, Any]], Any]:
+        return lambda call: self.find(pipe, call, self.options)
