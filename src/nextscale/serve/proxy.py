@@ -3,6 +3,7 @@ variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH has the value nextscale.serve
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -55,7 +56,7 @@ class _Answer:
             return message
         self.refused = True  # Ray would read all of it, however long it is
         if not self.started:
-            await respond(body_too_large())(*self.client)
+            await respond(body_too_large({"x-request-id": f"req_{uuid.uuid4().hex}"}))(*self.client)
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
