@@ -15,7 +15,7 @@ import torch
 from processes import wait_for
 from slow_models import slow
 
-from nextscale import NOVA, Pipeline, SparseVAR, Truncate
+from nextscale import Pipeline, SparseVAR, Truncate
 from nextscale.cluster.ray_workers import RayActorWorkers, RayDataWorkers
 from nextscale.errors import NextscaleError
 from nextscale.research.calibrate import sparsevar, toprovar
@@ -25,7 +25,7 @@ from nextscale.research.evaluate.bench import Bench, make_items
 from nextscale.research.evaluate.scenes import first_per_task, read_scene_prompts
 from nextscale.testing import tiny_var
 
-CORE = {"CPU": 1.0}
+CORE, HALF = {"CPU": 1.0}, {"CPU": 0.5}
 LABELS = [i % 10 for i in range(64)]
 pytestmark = pytest.mark.usefixtures("two_cores")
 
@@ -52,7 +52,7 @@ def cells(folder: Path) -> dict[str, Any]:
 def test_an_evaluation(tmp_path: Path) -> None:
     pipe = Pipeline.from_pretrained(progress_bar=False)
     items = make_items(first_per_task(read_scene_prompts("white"), 1), 1)[:4]
-    methods = {"none": None, "truncate:2": Truncate(2), "nova:balanced": NOVA.preset("balanced")}
+    methods = {"none": None, "truncate:2": Truncate(2)}
     made, results = {}, {}
     for name, workers in (("one", None), ("two", RayDataWorkers(Pipeline.from_pretrained, 2, CORE))):
         bench = Bench(pipe, items, 2, tmp_path / name, False, {"pixel_budget": "0.06M"}, (), workers)
@@ -62,7 +62,7 @@ def test_an_evaluation(tmp_path: Path) -> None:
         made[name] = cells(tmp_path / name)
         results[name] = json.loads((tmp_path / name / "results.json").read_text())
     assert made["one"] == made["two"]
-    assert len(made["one"]) == 1 + 2 * 4
+    assert len(made["one"]) == 1 + 2 * 3
     assert results["one"]["run"] == results["two"]["run"]
     path = next(p for p in (tmp_path / "two" / "cells").iterdir() if "truncate" in p.name)
     path.unlink()
@@ -76,7 +76,7 @@ def test_an_evaluation(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def workers(two_cores: None) -> RayActorWorkers:
-    return RayActorWorkers(tiny_var, 2, CORE)
+    return RayActorWorkers(tiny_var, 2, HALF)
 
 
 def test_shares(workers: RayActorWorkers) -> None:
@@ -94,7 +94,7 @@ def test_thresholds(workers: RayActorWorkers, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_worker_dies_between_two_passes_and_in_one(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    workers, asked = RayActorWorkers(slow(pids), 2, CORE), {"method": SparseVAR(tau=0.3)}
+    workers, asked = RayActorWorkers(slow(pids), 2, HALF), {"method": SparseVAR(tau=0.3)}
     alone = measure_shares(tiny_var(), LABELS, **asked)
     assert wait_for(lambda: len(list(pids.iterdir())) == 2)
     first, second = (int(path.name) for path in pids.iterdir())

@@ -104,5 +104,5 @@ async def _read(request: Request) -> bytes:
     return bytes(body)
 
 
-def body_too_large(headers: dict[str, str] | None = None) -> ApiError:
-    return ApiError(413, f"the body is too large; allowed: {MAX_BODY} bytes", code="body_too_large", headers=headers)
+def body_too_large() -> ApiError:
+    return ApiError(413, f"the body is too large; allowed: {MAX_BODY} bytes", code="body_too_large")

@@ -3,6 +3,7 @@ variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH has the value nextscale.serve
 
 from __future__ import annotations
 
+import logging
 import uuid
 from typing import Any
 
@@ -12,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nextscale.serve.errors import BUSY, INVALID, SERVER, ApiError, respond, retry_after
 from nextscale.serve.limits import MAX_BODY, body_too_large
+
+logger = logging.getLogger("ray.serve")  # the log of Ray's proxy
 
 PATH = "nextscale.serve.proxy:middlewares"
 VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
@@ -33,13 +36,15 @@ class PlainErrors:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith("/-/"):
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
         answer = _Answer(scope, receive, send)
         try:
             await self.app(scope, answer.receive, answer.send)
         except Exception:
-            if not answer.refused:  # else Ray was told that the client has gone
-                raise
+            logger.exception("a request failed")
+        if not answer.started:  # Ray says nothing where a replica died
+            await answer.respond(error_of(500, Headers()))
 
 
 class _Answer:
@@ -56,11 +61,16 @@ class _Answer:
             return message
         self.refused = True  # Ray would read all of it, however long it is
         if not self.started:
-            await respond(body_too_large({"x-request-id": f"req_{uuid.uuid4().hex}"}))(*self.client)
+            await self.respond(body_too_large())
         return {"type": "http.disconnect"}
 
+    async def respond(self, error: ApiError) -> None:
+        self.started = True
+        error.headers.setdefault("x-request-id", f"req_{uuid.uuid4().hex}")
+        await respond(error)(*self.client)
+
     async def send(self, message: Message) -> None:
-        if self.refused and not self.started:
+        if self.refused:
             return
         if message["type"] == "http.response.start" and is_plain(message):
             self.plain = message
@@ -68,7 +78,7 @@ class _Answer:
             self.started = True
             await self.client[2](message)
         elif not message.get("more_body"):
-            await respond(error_of(self.plain))(*self.client)
+            await self.respond(error_of(self.plain["status"], Headers(raw=self.plain["headers"])))
 
 
 def is_plain(start: Message) -> bool:
@@ -76,13 +86,12 @@ def is_plain(start: Message) -> bool:
     return start["status"] in SAID and not kind.startswith("application/json")
 
 
-def error_of(start: Message) -> ApiError:
-    message, kind, code = SAID[start["status"]]
-    given = Headers(raw=start["headers"])
+def error_of(status: int, given: Headers) -> ApiError:
+    message, kind, code = SAID[status]
     headers = {"x-request-id": given["x-request-id"]} if "x-request-id" in given else {}
-    if start["status"] != 404:
+    if status != 404:
         headers |= retry_after(float(given.get("retry-after", RETRY_SECONDS)))
-    return ApiError(start["status"], message, kind, code, headers=headers)
+    return ApiError(status, message, kind, code, headers=headers)
 
 
 def middlewares() -> list[Any]:
