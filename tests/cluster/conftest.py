@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from nextscale.cluster.environment import prepare
+
 collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_*.py"]
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+prepare()
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = os.path.dirname(__file__) + os.pathsep + os.path.dirname(os.path.dirname(__file__))
 

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nextscale.cluster.placement import as_options
-from nextscale.cluster.workers import R, U, Work, Workers
-from nextscale.errors import NextscaleError, first_line
-from nextscale.pipeline import Pipeline
-
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere that nobody asked for
-os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its warnings are for those who write Ray
-
 import ray
 import ray.data
 from ray import cloudpickle
 from ray.exceptions import RayActorError
 from ray.util import ActorPool
+
+from nextscale.cluster.environment import prepare
+from nextscale.cluster.placement import as_options
+from nextscale.cluster.workers import R, U, Work, Workers
+from nextscale.errors import NextscaleError, first_line
+from nextscale.pipeline import Pipeline
 
 OBJECT_STORE = 10**8  # bytes of a cluster that is started here: images do not travel through it
 MAX_FAILURES = 10  # units that may fail until the others are given up
@@ -45,6 +42,7 @@ class Failure:
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Mapping[str, float]]:
     """Join a cluster, or start one on this machine that ends with this process; yields its resources."""
+    prepare()
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}

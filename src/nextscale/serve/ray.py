@@ -12,13 +12,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ray import serve
 from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere that nobody asked for
-
-from ray import serve
 
 NAME = "nextscale"  # of the deployment, and of the application that the command line starts
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"

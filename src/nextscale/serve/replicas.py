@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nextscale.cluster.environment import prepare
 from nextscale.errors import NextscaleError
 from nextscale.serve import proxy
 from nextscale.serve.server import STOPPED, listen
@@ -36,6 +37,7 @@ def serve_replicas(
     os.environ.setdefault(proxy.VARIABLE, proxy.PATH)
     if options.api_key is not None:
         os.environ["NEXTSCALE_API_KEY"] = options.api_key  # no config shows it
+    prepare()
     import ray
     from ray import serve
 
