@@ -44,7 +44,13 @@ def test_workers_are_read_first(command: tuple[str, ...], tmp_path: Path, monkey
     assert said("--workers", "ray", "--resources", "GPU") == (
         "error: --resources 'GPU' is not a list of what a worker takes, such as GPU=1 or CPU=4\n"
     )
-    assert said("--workers", "ray", "--address", " ") == "error: --address is empty; allowed: auto, local, HOST:PORT\n"
+    for address in (" ", "ray://here:1", "here", "a b:1", ":1"):
+        assert said("--workers", "ray", "--address", address) == (
+            f"error: --address {address!r} is no address of a cluster; allowed: auto, local, HOST:PORT\n"
+        )
+    unused = "no cluster can be reached at --address 127.0.0.1:"
+    assert unused in said("--workers", "ray", "--address", "127.0.0.1:1")
+    assert unused in said("--workers", "ray", "--address", "127.0.0.1:99999")
     assert not list(tmp_path.iterdir())
 
 

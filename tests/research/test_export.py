@@ -151,12 +151,6 @@ def test_the_command_is_killed_and_resumed(var_files: Path, tmp_path: Path, monk
     assert manifest["runs"][0]["hardware"]
 
 
-def test_what_fails_at_the_first_image_leaves_nothing(pipe: Pipeline, plan: ExportPlan, tmp_path: Path) -> None:
-    with pytest.raises(NextscaleError, match="t_est = 20"):
-        export(pipe, plan, tmp_path / "out", method=NOVA(t_est=20))
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("where", ["write", "replace", "mkdir"])
 def test_a_full_disk(pipe: Pipeline, plan: ExportPlan, tmp_path: Path, monkeypatch, where: str) -> None:
     export(pipe, plan, tmp_path / "whole")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+LOOPBACK = "127.0.0.1"  # where the processes of a cluster of one machine meet
 DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere that nobody asked for
     "RAY_BACKEND_LOG_LEVEL": "fatal",  # its warnings are for those who write Ray

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from nextscale.errors import NextscaleError
 
 CPU, GPU = "CPU", "GPU"
+CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,7 @@ class Placement:
     @classmethod
     def read(cls, address: str | None, replicas: int | None, resources: str | None) -> Placement:
         require_ray()
-        if address is not None and not address.strip():
-            raise NextscaleError("--address is empty; allowed: auto, local, HOST:PORT")
-        return cls(address or "local", replicas, read_resources(resources))
+        return cls(read_address(address), replicas, read_resources(resources))
 
     def needs(self, device: str | None, cluster: Mapping[str, float]) -> dict[str, float]:
         """What each worker takes, on a device or on the best that the cluster has."""
@@ -50,6 +50,21 @@ class Placement:
 def require_ray(what: str = "--workers ray") -> None:
     if importlib.util.find_spec("ray") is None:
         raise NextscaleError(f"{what} needs ray: pip install 'nextscale[ray]'")
+
+
+def read_address(text: str | None) -> str:
+    """Read the address of a cluster, and see whether somebody listens there: Ray itself would wait for minutes."""
+    if text in (None, "local", "auto"):
+        return text or "local"
+    read = re.fullmatch(r"(\[?[\w.:-]+?\]?):(\d{1,5})", text or "", re.ASCII)
+    if read is None:
+        raise NextscaleError(f"--address {text!r} is no address of a cluster; allowed: auto, local, HOST:PORT")
+    try:
+        socket.create_connection((read[1].strip("[]"), int(read[2])), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise NextscaleError(f"no cluster can be reached at --address {text}: {reason}") from None
+    return text or ""
 
 
 def read_resources(text: str | None) -> tuple[tuple[str, float], ...]:

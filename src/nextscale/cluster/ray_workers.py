@@ -16,7 +16,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError
 from ray.util import ActorPool
 
-from nextscale.cluster.environment import prepare
+from nextscale.cluster.environment import LOOPBACK, prepare
 from nextscale.cluster.placement import as_options
 from nextscale.cluster.workers import R, U, Work, Workers
 from nextscale.errors import NextscaleError, first_line
@@ -45,7 +45,7 @@ def connected(address: str) -> Iterator[Mapping[str, float]]:
     prepare()
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
-        options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
+        options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "_node_ip_address": LOOPBACK}
     try:
         ray.init(address=address, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nextscale.cluster.environment import prepare
+from nextscale.cluster.environment import LOOPBACK, prepare
 from nextscale.errors import NextscaleError
 from nextscale.serve import proxy
 from nextscale.serve.server import STOPPED, listen
@@ -44,7 +44,13 @@ def serve_replicas(
     from nextscale.serve.ray import NAME, deployment, ongoing
 
     level = logging.ERROR if log_level == "warning" else getattr(logging, log_level.upper())  # Ray warns of much
-    ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE, logging_level=level)
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE,
+        logging_level=level,
+        _node_ip_address=LOOPBACK,
+    )
     logging.getLogger("ray.serve").setLevel(level)
     stop = Stop(say)
     try:
