@@ -75,8 +75,9 @@ def test_what_serve_build_writes(tmp_path: Path) -> None:
         ({"modle": "clipart"}, "user_config has no field 'modle'; allowed: model, method"),
         ({"model": 3}, "model must be a list of texts, not 3"),
         ({"model": [3]}, "user_config model must be a text, not 3"),
-        ({"max_batch": 0}, "user_config max_batch is too small: 0"),
-        ({"max_queue": "many"}, "user_config max_queue must be a finite number, not 'many'"),
+        ({"max_batch": 0}, "user_config max_batch must be a whole number, from 1 to 100000, not 0"),
+        ({"max_queue": "many"}, "user_config max_queue must be a whole number, from 1 to 100000, not 'many'"),
+        ({"batch_wait_ms": -1}, "user_config batch_wait_ms must be from 0 to 10000, not -1"),
         ({"method": ["none"]}, r"user_config method must be a text, not \['none'\]"),
     ],
 )

@@ -7,9 +7,11 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from nextscale.cluster.environment import LOOPBACK, prepare
 from nextscale.errors import NextscaleError
@@ -32,6 +34,9 @@ def serve_replicas(
 ) -> None:
     """Serve copies of the models until a signal comes. Everything is checked before Ray is started."""
     resolved = options.resolved()
+    have = {"CPU": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1}
+    have["GPU"] = torch.cuda.device_count()
+    sharing = scaling(replicas, resolved, have)
     with listen(host, port) as taken:
         port = taken.getsockname()[1]
     os.environ.setdefault(proxy.VARIABLE, proxy.PATH)
@@ -46,6 +51,7 @@ def serve_replicas(
     level = logging.ERROR if log_level == "warning" else getattr(logging, log_level.upper())  # Ray warns of much
     ray.init(
         address="local",
+        num_cpus=have["CPU"],
         include_dashboard=False,
         object_store_memory=OBJECT_STORE,
         logging_level=level,
@@ -59,7 +65,7 @@ def serve_replicas(
         logs = {"log_level": level, "enable_access_log": level <= logging.INFO}
         serve.start(http_options={"host": host, "port": port}, logging_config=logs)
         made = deployment.options(
-            **scaling(replicas, resolved, ray.cluster_resources()),
+            **sharing,
             max_ongoing_requests=ongoing(resolved.max_queue, resolved.max_batch or 1),
             graceful_shutdown_timeout_s=grace,
             logging_config=logs,
@@ -75,7 +81,7 @@ def serve_replicas(
         ray.shutdown()
 
 
-def scaling(replicas: int | str, options: ServeOptions, have: dict[str, float]) -> dict[str, Any]:
+def scaling(replicas: int | str, options: ServeOptions, have: Mapping[str, float]) -> dict[str, Any]:
     """How many replicas, and what each takes: a GPU, or its share of the cores."""
     on_gpu = str(options.device).startswith("cuda")
     there = int(have.get("GPU" if on_gpu else "CPU", 0))

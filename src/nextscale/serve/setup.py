@@ -12,7 +12,7 @@ import torch
 
 from nextscale.checkpoints import locate, pretrained
 from nextscale.errors import NextscaleError, choices
-from nextscale.io.arguments import read_list, read_number, short_repr
+from nextscale.io.arguments import read_count, read_list, read_number, short_repr
 from nextscale.io.devices import as_device, as_dtype
 from nextscale.methods.naming import parse_method
 from nextscale.models.fp8 import check_quantize
@@ -54,9 +54,11 @@ class ServeOptions:
                     [value] if isinstance(value, str) else read_list(value, f"user_config {name}", "a list of texts")
                 )
                 value = tuple(_text(v, name) for v in values)
-            elif name in ("max_batch", "max_queue", "batch_wait_ms"):
-                if value is not None and read_number(value, f"user_config {name}") < (name != "batch_wait_ms"):
-                    raise NextscaleError(f"user_config {name} is too small: {short_repr(value)}")
+            elif name in ("max_batch", "max_queue"):
+                value = read_count(value, f"user_config {name}", 1, 100_000)
+            elif name == "batch_wait_ms":
+                if not 0 <= read_number(value, f"user_config {name}") <= 10_000:
+                    raise NextscaleError(f"user_config {name} must be from 0 to 10000, not {short_repr(value)}")
             elif value is not None:
                 _text(value, name)
             read[name] = value
