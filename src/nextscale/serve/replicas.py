@@ -58,7 +58,7 @@ def serve_replicas(
         _node_ip_address=LOOPBACK,
     )
     logging.getLogger("ray.serve").setLevel(level)
-    stop = Stop(say)
+    stop = Stop()
     try:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         say(f"warming up; soon at {url}")
@@ -110,7 +110,7 @@ def as_config(options: ServeOptions) -> dict[str, Any]:
 class Stop:
     """The first signal asks to stop, the second ends the process at once."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self.asked = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
