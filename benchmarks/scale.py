@@ -241,7 +241,7 @@ def validate(options: argparse.Namespace) -> None:
             )
         predicted, measured = sustained(expected, target), sustained(found, target)
         error = predicted / measured - 1
-        worst = max(worst, abs(error))
+        worst = max(worst, INFINITE if error != error else abs(error))  # a rate below all that were tried is no number
         print(f"{number} replicas: {predicted:.2f} predicted, {measured:.2f} measured within the target, {error:+.1%}")
     print(f"farthest prediction: {worst:.1%}")
 
