@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo serve test lint format test-gpu test-kernels test-compile test-hostile test-browser test-docker test-score test-defaults results docs bench-load clean
+.PHONY: demo serve test lint format test-gpu test-kernels test-compile test-hostile test-browser test-ray test-docker test-score test-defaults results docs bench-load clean
 
 # The stamp is newer than what it was made from, or the environment is made again.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -20,7 +20,7 @@ serve: $(VENV)/.ready
 
 # Two processes with a thread each take two thirds of the time of one with two.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal --ignore tests/browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal --ignore tests/browser --ignore tests/cluster
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -55,6 +55,11 @@ test-hostile: $(VENV)/.ready
 test-browser: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
 	$(BIN)/python -m pytest -rs tests/browser
+
+# Workers and replicas on Ray: kills in the middle, resuming, rolling updates. Nothing leaves the machine.
+test-ray: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	OMP_NUM_THREADS=1 NEXTSCALE_NO_SKIPS=1 $(BIN)/python -m pytest tests/cluster
 
 # The Dockerfile's steps one by one, in a new environment, without Docker; where there is Docker, both images.
 test-docker: $(VENV)/.ready

@@ -76,6 +76,7 @@ def arguments(command: str, values: dict[str, Any], but: tuple[str, ...] = ()) -
     return given
 
 
+WORKERS = ("workers", "address", "replicas", "resources")  # in test_workers.py
 LOADED = {
     "model": "infinity-2b",
     "weights": "there",
@@ -141,7 +142,7 @@ def test_export(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     values |= {**SAMPLED, "smooth": True, "pixel_budget": "0.25M"}
     known = {p.name for p in ALL["export",].params}
     with pytest.raises(Reached):
-        CLI(["export", *map(str, arguments("export", values))], standalone_mode=False)
+        CLI(["export", *map(str, arguments("export", values, WORKERS))], standalone_mode=False)
     assert set(values) <= known
     assert recorder.more["read"] == ("dpg", tmp_path / "p", 5, 41, True)
     folder, shard, resume = recorder.more["check"]

@@ -20,6 +20,7 @@ LAYERS = (
     ("engine",),
     ("runtime",),
     ("pipeline", "testing", "official"),  # the last makes a pipeline, and no checkpoint of ours needs it
+    ("cluster",),
     ("research", "serve"),
     ("cli",),
 )

@@ -11,11 +11,13 @@ import torch
 from support import files
 from support.files import VAR_CASE
 
-from nextscale import NOVA, SkipVAR, SparseVAR, ToProVAR
+from nextscale import NOVA, SkipVAR, SparseVAR, Taper, ToProVAR
 from nextscale.errors import NextscaleError
+from nextscale.methods.typical_entropies import TypicalEntropies
 from nextscale.research.calibrate.shares import measure_shares
 from nextscale.research.calibrate.skipvar import _fit, calibrate_skipvar
 from nextscale.research.calibrate.sparsevar import calibrate_sparsevar
+from nextscale.research.calibrate.taper import calibrate_taper
 from nextscale.research.calibrate.toprovar import calibrate_toprovar
 from nextscale.research.evaluate.ssim import ssim
 
@@ -88,6 +90,21 @@ def test_skipvar(var, tmp_path: Path) -> None:
     score = ssim(out.images, complete, span=1.0)
     assert score[kept].mean() > score[~kept].mean() + 0.2
     assert (score[~kept] >= 0.55).float().mean() > 0.5, "those that stop are mostly those that may"
+
+
+def test_taper(var, tmp_path: Path) -> None:
+    """On the prompts that it was measured on, a budget is spent in the mean; images differ."""
+    (tmp_path / "mine.json").write_text(json.dumps(calibrate_taper(var, LABELS)))
+    typical = TypicalEntropies.read(str(tmp_path / "mine.json"))
+    assert [at for at, _ in typical.scales] == [t / 8 for t in range(2, 9)]
+    for budget in (0.3, 0.55):
+        images = var(LABELS, seed=0, method=Taper(budget=budget, entropies=str(tmp_path / "mine.json"))).trace.to_dict()
+        spent = [image["flops"] / image["flops_full"] for image in images["images"]]
+        assert sum(spent) / 64 == pytest.approx(budget, rel=0.05)
+        assert min(spent) < 0.95 * budget < budget < max(spent)
+    likely = typical.budget_of(typical.spendings[4].ssim)
+    assert Taper(quality=typical.spendings[4].ssim, entropies=str(tmp_path / "mine.json")).quality < 1
+    assert likely == pytest.approx(typical.spendings[4].spent)
 
 
 def test_the_fit_is_logistic_regression() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,9 +14,12 @@ from nextscale.cli.options import (
     SkipBad,
     Vae,
     Weights,
-    load_pipeline,
     method_of,
 )
+from nextscale.cli.workers import Address, Replicas, Resources, WorkersKind, pipelines, read_placement
+
+if TYPE_CHECKING:
+    from nextscale.cluster.placement import Placement
 
 app = typer.Typer(help="Fit a method's settings to a model.", no_args_is_help=True)
 Prompts = Annotated[Path, typer.Option(help="A file with one prompt (or class number) per line, at least 64.")]
@@ -35,12 +38,17 @@ def toprovar(
     guidance_scale: Guidance = None,
     device: Device = None,
     skip_bad: SkipBad = False,
+    workers: WorkersKind = "local",
+    address: Address = None,
+    replicas: Replicas = None,
+    resources: Resources = None,
 ) -> None:
     """tau, beta and a_max of ToProVAR, as a preset."""
     from nextscale.research.calibrate.toprovar import calibrate_toprovar
 
     options = {"target": target, "guidance_scale": guidance_scale}
-    _run(calibrate_toprovar, prompts, out, model, weights, vae, device, skip_bad, options)
+    placement = read_placement(workers, address, replicas, resources)
+    _run(calibrate_toprovar, prompts, out, model, weights, vae, device, skip_bad, placement, options)
 
 
 @app.command()
@@ -54,12 +62,17 @@ def sparsevar(
     guidance_scale: Guidance = None,
     device: Device = None,
     skip_bad: SkipBad = False,
+    workers: WorkersKind = "local",
+    address: Address = None,
+    replicas: Replicas = None,
+    resources: Resources = None,
 ) -> None:
     """The block of SparseVAR whose images are nearest to the plain ones, and tau, as a preset."""
     from nextscale.research.calibrate.sparsevar import calibrate_sparsevar
 
     options = {"target": target, "guidance_scale": guidance_scale}
-    _run(calibrate_sparsevar, prompts, out, model, weights, vae, device, skip_bad, options)
+    placement = read_placement(workers, address, replicas, resources)
+    _run(calibrate_sparsevar, prompts, out, model, weights, vae, device, skip_bad, placement, options)
 
 
 @app.command()
@@ -73,12 +86,40 @@ def skipvar(
     guidance_scale: Guidance = None,
     device: Device = None,
     skip_bad: SkipBad = False,
+    workers: WorkersKind = "local",
+    address: Address = None,
+    replicas: Replicas = None,
+    resources: Resources = None,
 ) -> None:
     """SkipVAR's decision."""
     from nextscale.research.calibrate.skipvar import calibrate_skipvar
 
     options = {"target": target, "guidance_scale": guidance_scale}
-    _run(calibrate_skipvar, prompts, out, model, weights, vae, device, skip_bad, options)
+    placement = read_placement(workers, address, replicas, resources)
+    _run(calibrate_skipvar, prompts, out, model, weights, vae, device, skip_bad, placement, options)
+
+
+@app.command()
+def taper(
+    prompts: Prompts,
+    out: Out,
+    model: Model = None,
+    weights: Weights = None,
+    vae: Vae = None,
+    guidance_scale: Guidance = None,
+    device: Device = None,
+    skip_bad: SkipBad = False,
+    workers: WorkersKind = "local",
+    address: Address = None,
+    replicas: Replicas = None,
+    resources: Resources = None,
+) -> None:
+    """How uncertain cells are and what budgets come to, for Taper(entropies=FILE)."""
+    from nextscale.research.calibrate.taper import calibrate_taper
+
+    options = {"guidance_scale": guidance_scale}
+    placement = read_placement(workers, address, replicas, resources)
+    _run(calibrate_taper, prompts, out, model, weights, vae, device, skip_bad, placement, options)
 
 
 @app.command()
@@ -95,12 +136,17 @@ def shares(
     guidance_scale: Guidance = None,
     device: Device = None,
     skip_bad: SkipBad = False,
+    workers: WorkersKind = "local",
+    address: Address = None,
+    replicas: Replicas = None,
+    resources: Resources = None,
 ) -> None:
     """The share of tokens that a method drops at each scale, as a table for NOVA(scale_linkage=False)."""
     from nextscale.research.calibrate.shares import measure_shares
 
     options = {"method": method_of(method, None, set_), "guidance_scale": guidance_scale}
-    _run(measure_shares, prompts, out, model, weights, vae, device, skip_bad, options)
+    placement = read_placement(workers, address, replicas, resources)
+    _run(measure_shares, prompts, out, model, weights, vae, device, skip_bad, placement, options)
 
 
 def _run(
@@ -112,6 +158,7 @@ def _run(
     vae: str | None,
     device: str | None,
     skip_bad: bool,
+    placement: Placement | None,
     options: dict[str, Any],
 ) -> None:
     from nextscale.io.reading import read_lines
@@ -122,16 +169,16 @@ def _run(
     require_writable(out)
     lines = read_lines(prompts)
     require_enough(lines)  # before a model is loaded for nothing
-    pipe = load_pipeline(model, weights, device, vae=vae)
-    label = pipe.backbone.prompts == "label"
-    asked: list[Any] = [
-        (int(line) if label and line.isdecimal() and len(line) < 10 else line, number) for number, line in lines
-    ]
-    bad = bad_prompts(pipe, [(prompt, f"{prompts}, line {number}") for prompt, number in asked])
-    refuse(bad, skip_bad, len(asked))
-    left_out = {b.where for b in bad}
-    left = [prompt for prompt, number in asked if f"{prompts}, line {number}" not in left_out]
-    result = calibrate(pipe, left, **options)
+    with pipelines(placement, model, weights, device, passes=True, vae=vae) as (pipe, hands):
+        label = pipe.backbone.prompts == "label"
+        asked: list[Any] = [
+            (int(line) if label and line.isdecimal() and len(line) < 10 else line, number) for number, line in lines
+        ]
+        bad = bad_prompts(pipe, [(prompt, f"{prompts}, line {number}") for prompt, number in asked])
+        refuse(bad, skip_bad, len(asked))
+        left_out = {b.where for b in bad}
+        left = [prompt for prompt, number in asked if f"{prompts}, line {number}" not in left_out]
+        result = calibrate(pipe, left, workers=hands, **options)
     with atomic_write(out) as file:
         file.write(as_json({**result, "skipped": skipped(bad)}))
     if bad:

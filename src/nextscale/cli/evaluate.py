@@ -15,8 +15,8 @@ from nextscale.cli.options import (
     SkipBad,
     Weights,
     console,
-    load_pipeline,
 )
+from nextscale.cli.workers import Address, Replicas, Resources, WorkersKind, pipelines, read_placement
 from nextscale.errors import NextscaleError
 
 app = typer.Typer(help="Measure methods: quality and cost in one table.", no_args_is_help=True)
@@ -57,6 +57,10 @@ def scenes(
     dtype: Dtype = None,
     pixel_budget: PixelBudget = None,
     skip_bad: SkipBad = False,
+    workers: WorkersKind = "local",
+    address: Address = None,
+    replicas: Replicas = None,
+    resources: Resources = None,
     quiet: Quiet = False,
 ) -> None:
     """The six GenEval tasks, graded by the recognizer that comes with the package."""
@@ -65,11 +69,12 @@ def scenes(
     from nextscale.research.evaluate import session
     from nextscale.research.evaluate.report import by_background
 
+    placement = read_placement(workers, address, replicas, resources)
     asked, found = parse_methods(methods), read_lists(lists)
-    with session.at_work(out):
-        bench = make_bench(
-            found, model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad
-        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(session.at_work(out))
+        pipe, hands = stack.enter_context(pipelines(placement, model, weights, device, dtype, progress_bar=False))
+        bench = make_bench(pipe, hands, found, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
         asked = parse_methods(methods, bench.pipe.spec.name)
         require_start(bench.pipe, asked, **bench.size)
         cells = bench.run(asked, reference, False if quiet else None)
@@ -100,6 +105,10 @@ def sweep(
     dtype: Dtype = None,
     pixel_budget: PixelBudget = None,
     skip_bad: SkipBad = False,
+    workers: WorkersKind = "local",
+    address: Address = None,
+    replicas: Replicas = None,
+    resources: Resources = None,
     quiet: Quiet = False,
 ) -> None:
     """Quality against cost of many settings: table, curve, Pareto set, gain over truncation at equal cost, presets."""
@@ -113,14 +122,15 @@ def sweep(
 
     if cost not in COSTS:
         raise NextscaleError(f"unknown cost {cost!r}; allowed: {', '.join(COSTS)}")
+    placement = None if so_far else read_placement(workers, address, replicas, resources)
     require_matplotlib()
     plan, found = read_sweep(name), read_lists(lists)
     asked = plan.methods
-    # Who computes nothing may look on while another process does.
-    with contextlib.nullcontext() if so_far else session.at_work(out):
-        bench = make_bench(
-            found, model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad
-        )
+    with contextlib.ExitStack() as stack:
+        if not so_far:  # who computes nothing may look on while another process does
+            stack.enter_context(session.at_work(out))
+        pipe, hands = stack.enter_context(pipelines(placement, model, weights, device, dtype, progress_bar=False))
+        bench = make_bench(pipe, hands, found, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
         if so_far:
             bench.items = bench.items[: bench.complete_items(asked, reference)]
             if not bench.items:
@@ -151,11 +161,9 @@ def read_lists(text: str) -> list[Any]:
 
 
 def make_bench(
+    pipe: Any,
+    workers: Any,
     scene_prompts: list[Any],
-    model: str | None,
-    weights: str | None,
-    device: str | None,
-    dtype: str | None,
     out: Path,
     quick: bool,
     prompts: int | None,
@@ -172,7 +180,6 @@ def make_bench(
 
     per_task = prompts or (QUICK if quick else None)
     scene_prompts = scene_prompts if per_task is None else first_per_task(scene_prompts, per_task)
-    pipe = load_pipeline(model, weights, device, dtype, progress_bar=False)
     if pipe.backbone.prompts == "label":
         raise NextscaleError(f"the scenes are asked for in words, but {pipe.spec.name} takes class labels")
     bad = bad_prompts(
@@ -187,7 +194,8 @@ def make_bench(
     scene_prompts = [scene_prompt for scene_prompt in scene_prompts if scene_prompt.prompt not in left_out]
     size = {} if pixel_budget is None else {"pixel_budget": pixel_budget}
     items = make_items(scene_prompts, 1 if quick else seeds)
-    bench = Bench(pipe, items, batch, out, why_missing() is None, size, bad)
+    folder = out if workers is None else out.absolute()
+    bench = Bench(pipe, items, batch, folder, why_missing() is None, size, bad, workers)
     session.open_folder(bench)
     return bench
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,9 @@ from nextscale.cli.options import (
     SkipBad,
     Vae,
     Weights,
-    load_pipeline,
     method_of,
 )
+from nextscale.cli.workers import Address, Replicas, Resources, WorkersKind, pipelines, read_placement
 
 
 def export(
@@ -50,6 +50,10 @@ def export(
     dtype: Dtype = None,
     device: Device = None,
     revision: Revision = None,
+    workers: WorkersKind = "local",
+    address: Address = None,
+    replicas: Replicas = None,
+    resources: Resources = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No bars, no summary.")] = False,
 ) -> None:
     """Write the images of a benchmark as its official scorer reads them."""
@@ -57,6 +61,7 @@ def export(
     from nextscale.research.export.plan import ExportPlan, Shard
     from nextscale.research.export.run import export as run
 
+    placement = read_placement(workers, address, replicas, resources)
     part = Shard.parse(shard)
     plan = ExportPlan.read(benchmark, prompts, images, seed, skip_bad)
     folder = ExportFolder(out, part)  # looked at before a model is loaded for nothing
@@ -64,30 +69,32 @@ def export(
     folder.check(plan, plan.settings(), resume)
     reduction = method_of(method, preset, set_)
     show = False if quiet else None
-    pipe = load_pipeline(
-        model, weights, device, dtype, vae=vae, text_encoder=text_encoder, revision=revision, progress_bar=show
-    )
-    reduction = method_of(method, preset, set_, pipe.spec.name, quiet)
-    pipe.progress_bar = False  # one bar for all images, not one for each
-    done = run(
-        pipe,
-        plan,
-        out,
-        method=reduction,
-        shard=part,
-        batch=batch,
-        resume=resume,
-        pixel_budget=pixel_budget,
-        progress_bar=show,
-        guidance_scale=guidance_scale,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        smooth=smooth,
-    )
+    files: dict[str, Any] = {"vae": vae, "text_encoder": text_encoder, "revision": revision, "progress_bar": show}
+    with pipelines(placement, model, weights, device, dtype, **files) as (pipe, hands):
+        reduction = method_of(method, preset, set_, pipe.spec.name, quiet)
+        pipe.progress_bar = False  # one bar for all images, not one for each
+        done = run(
+            pipe,
+            plan,
+            out if hands is None else out.absolute(),
+            method=reduction,
+            shard=part,
+            batch=batch,
+            resume=resume,
+            pixel_budget=pixel_budget,
+            progress_bar=show,
+            workers=hands,
+            guidance_scale=guidance_scale,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            smooth=smooth,
+        )
     if quiet:
         return
     typer.echo(f"made {done.made} images; {done.manifest} says how")
+    if hands is not None and done.made:
+        typer.echo(f"{hands.replicas} workers, {done.made / done.seconds:.2f} images a second")
     if done.skipped:
         typer.echo(f"{done.skipped} prompts were skipped, so no score will be that of the whole benchmark")
     if done.missing:

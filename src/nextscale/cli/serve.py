@@ -2,19 +2,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from nextscale.cli import complete
-from nextscale.cli.options import default_device, default_dtype, source_of
 from nextscale.errors import NextscaleError, choices
 
-if TYPE_CHECKING:
-    from nextscale.serve.served_model import ServedModel, Size
-
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
-ON_GPU = 8  # images of a batch; on a CPU a larger batch gains nothing
 
 
 def serve(
@@ -71,6 +66,13 @@ def serve(
         list[str],
         typer.Option(help="Site whose pages may call, as https://example.com; repeatable.", show_default=False),
     ] = [],  # noqa: B006
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            help="Copies of the model on this machine behind one address, by Ray Serve: a number, or auto.",
+            show_default=False,
+        ),
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info (with every request), warning, error.")] = "warning",
 ) -> None:
     """Serve the OpenAI image API, and a page to play with (needs pip install 'nextscale[serve]')."""
@@ -78,87 +80,60 @@ def serve(
     if missing:
         raise NextscaleError(f"nextscale serve needs {choices(missing)}: pip install 'nextscale[serve]'")
     from nextscale.io.arguments import read_choice
-    from nextscale.io.devices import as_device, as_dtype
-    from nextscale.methods.naming import PLAIN, parse_method
-    from nextscale.models.fp8 import check_quantize
-    from nextscale.runtime.registry import check_runtime
-    from nextscale.serve.app import create_app
-    from nextscale.serve.engine import Engine, Limits
-    from nextscale.serve.metrics import Metrics
-    from nextscale.serve.served_model import AUTO, ServedModel
     from nextscale.serve.server import LEVELS, listen
-    from nextscale.serve.server import serve as run
+    from nextscale.serve.setup import ServeOptions
 
     read_choice(log_level, "log level", LEVELS)
-    if method != AUTO:
-        parse_method(method)
-    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
-        raise NextscaleError("the API key must be letters, digits and signs of ASCII, without spaces")
-    origins, sizes = [read_origin(text) for text in cors_origin], read_sizes(warm)
-    device = device or default_device()
-    on_gpu = as_device(device).type == "cuda"
-    dtype, runtime = dtype or default_dtype(device), runtime or ("graphs" if on_gpu else "eager")
-    as_dtype(dtype)
-    check_runtime(runtime)
-    check_quantize(quantize, as_device(device))
-    sources = find_models(model)
+    copies = read_replicas(replicas)
+    options = ServeOptions(
+        model=tuple(model),
+        method=method,
+        max_batch=max_batch,
+        max_queue=max_queue,
+        batch_wait_ms=batch_wait_ms,
+        api_key=api_key,
+        runtime=runtime,
+        warm=warm,
+        device=device,
+        dtype=dtype,
+        quantize=quantize,
+        cors_origin=tuple(cors_origin),
+    )
+    if copies is not None:
+        from nextscale.serve.replicas import serve_replicas
+
+        serve_replicas(options, copies, host, port, grace=grace, log_level=log_level, say=typer.echo)
+        return
+    from nextscale.methods.naming import PLAIN
+    from nextscale.serve.app import create_app
+    from nextscale.serve.engine import Engine
+    from nextscale.serve.metrics import Metrics
+    from nextscale.serve.served_model import AUTO
+    from nextscale.serve.server import serve as run
+
+    options = options.resolved()
     taken = listen(host, port)
-    models = [
-        ServedModel.load(source, method=method, device=device, dtype=dtype, runtime=runtime, quantize=quantize)
-        for source in sources
-    ]
-    add_warm_sizes(models, sizes)
+    models = options.load()
     for served in models:
         if method == AUTO and served.method == PLAIN:
             typer.echo(f"{served.name}: no preset was measured on it, so all tokens are computed; --method chooses one")
-    limits = Limits(
-        max_batch=max_batch or (ON_GPU if on_gpu else 1), max_queue=max_queue, batch_wait=batch_wait_ms / 1000
-    )
     metrics = Metrics()
-    engine = Engine(models, limits, metrics)
-    app = create_app(engine, metrics=metrics, api_key=api_key, cors_origins=origins)
+    engine = Engine(models, options.limits, metrics)
+    app = create_app(engine, metrics=metrics, api_key=api_key, cors_origins=cors_origin)
     engine.start()
     run(app, engine, taken, grace=grace, log_level=log_level, say=typer.echo)
 
 
-def find_models(asked: list[str]) -> list[str]:
-    """Names and paths of models that are there and can be told apart; nothing is loaded yet."""
-    from nextscale.checkpoints import locate, pretrained
+def read_replicas(text: str | None) -> int | str | None:
+    """Read how many copies of the engine to serve; None: one, in this process."""
+    if text is None or text == "auto":
+        found: int | str | None = text
+    elif re.fullmatch("[1-9][0-9]{0,3}", text):
+        found = int(text)
+    else:
+        raise NextscaleError(f"--replicas {text!r} is neither a number from 1 to 9999 nor auto")
+    if found is not None:
+        from nextscale.cluster.placement import require_ray
 
-    sources = asked or [source_of(None, None)]
-    names: dict[str, str] = {}
-    for source in sources:
-        name = pretrained.read(locate.locate(source, None, None, locate.Hub())).spec.name
-        if name in names:
-            raise NextscaleError(f"--model {names[name]!r} and {source!r} are both named {name}; serve one of them")
-        names[name] = source
-    return sources
-
-
-def read_sizes(text: str | None) -> list[Size]:
-    """Read WIDTHxHEIGHT,..."""
-    sizes = []
-    for part in () if text is None else text.split(","):
-        size = re.fullmatch(r"\s*([1-9]\d{1,4})x([1-9]\d{1,4})\s*", part, re.ASCII)
-        if size is None:
-            raise NextscaleError(f"--warm {text!r} is not a list of sizes such as 512x512,640x384")
-        sizes.append((int(size[1]), int(size[2])))
-    return sizes
-
-
-def add_warm_sizes(models: list[ServedModel], sizes: list[Size]) -> None:
-    """Tell every model which of the sizes it is to be warm for."""
-    for width, height in sizes:
-        able = [model for model in models if (width, height) in model.sizes]
-        if not able:
-            allowed = choices(dict.fromkeys(f"{w}x{h}" for model in models for w, h in model.sizes))
-            raise NextscaleError(f"--warm {width}x{height} is not a size of the model; allowed: {allowed}")
-        for model in able:
-            if (width, height) not in model.warm_sizes:
-                model.warm_sizes.append((width, height))
-
-
-def read_origin(text: str) -> str:
-    if text != "*" and not re.fullmatch(r"https?://[^/\s,?#]+", text):
-        raise NextscaleError(f"--cors-origin {text!r} is not an origin such as https://example.com, nor '*'")
-    return text
+        require_ray("--replicas")
+    return found

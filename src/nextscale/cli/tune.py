@@ -8,7 +8,7 @@ import typer
 
 from nextscale.cli import complete
 from nextscale.cli.evaluate import Batch, Lists, Out, Prompts, Quick, Quiet, Seeds, make_bench, read_lists
-from nextscale.cli.options import Device, Dtype, Model, PixelBudget, SkipBad, Weights
+from nextscale.cli.options import Device, Dtype, Model, PixelBudget, SkipBad, Weights, load_pipeline
 from nextscale.errors import NextscaleError
 
 
@@ -49,9 +49,8 @@ def tune(
     budget, fields, found = read_budget(max_drop), read_space(method, space), read_lists(lists)
     require_writable(preset)
     with session.at_work(out):
-        bench = make_bench(
-            found, model, weights, device, dtype, out, quick, prompts, seeds, batch, pixel_budget, skip_bad
-        )
+        pipe = load_pipeline(model, weights, device, dtype, progress_bar=False)
+        bench = make_bench(pipe, None, found, out, quick, prompts, seeds, batch, pixel_budget, skip_bad)
         best, done = search(bench, method, budget, fields, trials, cost, False if quiet else None)
     with atomic_write(preset) as file:
         file.write(as_json(as_preset(best, bench, budget, cost, trials)))

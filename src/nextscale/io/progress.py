@@ -19,12 +19,20 @@ def bar(text: str, total: int, show: bool | None, data: bool = False) -> Iterato
         DownloadColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
+        Task,
         TextColumn,
         TimeElapsedColumn,
+        TransferSpeedColumn,
     )
+    from rich.text import Text
 
-    size = DownloadColumn(binary_units=True) if data else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), size, TimeElapsedColumn())
+    class RateColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text("" if task.speed is None else f"{task.speed:.2f}/s")
+
+    sizes = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if data else (MofNCompleteColumn(), RateColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *sizes, TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(text, total=total)
         yield lambda step: progress.advance(task, step)

@@ -100,5 +100,9 @@ async def _read(request: Request) -> bytes:
         body += message.get("body", b"")
         more, too_large = message.get("more_body", False), len(body) > MAX_BODY
     if too_large:
-        raise ApiError(413, f"the body is too large; allowed: {MAX_BODY} bytes", code="body_too_large")
+        raise body_too_large()
     return bytes(body)
+
+
+def body_too_large() -> ApiError:
+    return ApiError(413, f"the body is too large; allowed: {MAX_BODY} bytes", code="body_too_large")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -95,3 +95,24 @@ class Metrics(Observer):
 
     def preview_skipped(self) -> None:
         self._skipped.inc()
+
+
+def merge(expositions: Mapping[str, str]) -> str:
+    """The metrics of several engines as one text, each sample with the label `replica`."""
+    families: dict[str, list[str]] = {}
+    for replica, text in sorted(expositions.items()):
+        samples = families.setdefault("", [])
+        for line in text.splitlines():
+            if line.startswith("#"):
+                kind, name, _ = line.removeprefix("# ").split(" ", 2)
+                samples = families.setdefault(name, [])
+                if kind in ("HELP", "TYPE") and line not in samples:
+                    samples.append(line)
+            elif line:
+                name, brace, rest = line.partition("{")
+                if not brace:
+                    name, _, rest = line.partition(" ")
+                    rest = f"}} {rest}"
+                comma = "," if brace else ""
+                samples.append(f'{name}{{replica="{replica}"{comma}{rest}')
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nextscale.cluster.workers import LocalWorkers, Workers
 from nextscale.engine.callback import ScaleEnd
 from nextscale.errors import NextscaleError
 from nextscale.io.progress import bar
@@ -16,29 +18,34 @@ from nextscale.methods.base import SCHEMA
 from nextscale.methods.drop_guidance import DropGuidance
 from nextscale.methods.skipvar import SkipVAR, SkipVARPolicy, Stage
 from nextscale.pipeline import Pipeline
-from nextscale.research.calibrate import batches
+from nextscale.research.calibrate import Calls, batches
 from nextscale.research.evaluate.ssim import ssim
 
 MAX_SKIPPED = 3  # scales that may be left out, or run without guidance
 
 
 def calibrate_skipvar(
-    pipe: Pipeline, prompts: Sequence[Any], target: float = 0.88, seed: int = 0, at: float = 10 / 13, **options: Any
+    pipe: Pipeline,
+    prompts: Sequence[Any],
+    target: float = 0.88,
+    seed: int = 0,
+    at: float = 10 / 13,
+    workers: Workers | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Fit a decision file: shortcuts whose image has an SSIM of at least `target` to the complete one."""
     if not 0 < target < 1:
         raise NextscaleError(f"target must lie in (0, 1), not {target!r}")
-    calls = list(batches(pipe, prompts, seed))
+    calls = list(batches(pipe, prompts, seed, workers))
     features: list[list[float]] = []
     skips: list[int] = []
     unguided: list[int] = []
     with bar("calibrate skipvar", len(calls), pipe.progress_bar) as advance:
-        for call in calls:
-            seen, skip, free = _outcomes(pipe, call, options, target, at)
+        find = functools.partial(_outcomes, target=target, at=at)
+        for seen, skip, free in (workers or LocalWorkers(pipe)).run(Calls(find, options), calls, advance):
             features += seen
             skips += skip
             unguided += free
-            advance(1)
     complete = [i for i, k in enumerate(skips) if k == 0]
     stages = {"skip": _fit(features, skips)}
     if complete:  # the second stage is asked only where nothing can be left out

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextscale.cluster.workers import LocalWorkers, Workers
 from nextscale.engine.callback import ScaleEnd
 from nextscale.engine.entropy import token_entropy
 from nextscale.io.progress import bar
@@ -18,28 +19,26 @@ from nextscale.methods.base import SCHEMA
 from nextscale.methods.taper import Taper, uncertainty
 from nextscale.methods.typical_entropies import KIND
 from nextscale.pipeline import Pipeline
-from nextscale.research.calibrate import batches
+from nextscale.research.calibrate import Calls, batches
 from nextscale.research.evaluate.ssim import ssim
 
 QUANTILES = 64
 BUDGETS = (0.04, 0.06, 0.09, 0.13, 0.18, 0.25, 0.33, 0.42, 0.55, 0.7)
 
 
-def calibrate_taper(pipe: Pipeline, prompts: Sequence[Any], seed: int = 0, **options: Any) -> dict[str, Any]:
+def calibrate_taper(
+    pipe: Pipeline, prompts: Sequence[Any], seed: int = 0, workers: Workers | None = None, **options: Any
+) -> dict[str, Any]:
     """Measure; `options` are those of a call (guidance, size, ...)."""
-    calls = list(batches(pipe, prompts, seed))
+    calls, hands = list(batches(pipe, prompts, seed, workers)), workers or LocalWorkers(pipe)
     with bar("calibrate taper", len(calls) * (1 + len(BUDGETS)), pipe.progress_bar) as advance:
-        cells: dict[int, list[Tensor]] = {}
-        plain = []
-        for call in calls:
-            plain.append(_watched(pipe, call, options, cells))
-            advance(1)
+        plain = hands.run(Calls(_uncertain_cells, options), calls, advance)
         levels = torch.linspace(0, 1, QUANTILES + 1, dtype=torch.float64)
-        last = max(cells) + 1
-        scales = [
-            {"at": (t + 1) / last, "quantiles": torch.cat(found).double().quantile(levels).tolist()}
-            for t, found in sorted(cells.items())
-        ]
+        scales = []
+        for t in range(1, len(plain[0][1]) + 1):
+            cells = torch.cat([scores[t - 1] for _, scores in plain]).double().sort().values
+            places = (levels * (len(cells) - 1)).round().long()
+            scales.append({"at": (t + 1) / (len(plain[0][1]) + 1), "quantiles": cells[places].tolist()})
         found: dict[str, Any] = {"schema": SCHEMA, "name": KIND, "measured_on": pipe.spec.name, "prompts": len(prompts)}
         found |= {"scales": scales, "spendings": []}
         with tempfile.TemporaryDirectory() as folder:
@@ -47,32 +46,31 @@ def calibrate_taper(pipe: Pipeline, prompts: Sequence[Any], seed: int = 0, **opt
             path.write_text(json.dumps(found))
             for budget in BUDGETS:
                 method = Taper(budget=budget, entropies=str(path))
-                found["spendings"].append({"asked": budget, **_spending(pipe, calls, method, plain, options, advance)})
+                made = hands.run(Calls(_shares, {"method": method, **options}), calls, advance)
+                shares = [share for _, of_call in made for share in of_call]
+                pairs = [(images, whole) for (images, _), (whole, _) in zip(made, plain, strict=True)]
+                likeness = torch.cat([ssim(a, b, span=1.0) for a, b in pairs]).mean().item()
+                spent = sum(shares) / len(shares)
+                if not found["spendings"] or spent > found["spendings"][-1]["spent"]:
+                    found["spendings"].append({"asked": budget, "spent": spent, "ssim": likeness})
     return found
 
 
-def _watched(pipe: Pipeline, call: dict[str, Any], options: Any, cells: dict[int, list[Tensor]]) -> Tensor:
-    """Plain images; `cells` gets how uncertain those of every scale were before it ran."""
+def _uncertain_cells(pipe: Pipeline, call: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """Plain images, and how uncertain the cells of every scale but the first were before it ran."""
     schedule = pipe.schedule(**{k: v for k, v in options.items() if k in ("aspect_ratio", "pixel_budget")})
+    cells: list[Tensor] = []
 
     def note(end: ScaleEnd) -> None:
         t = end.scale.index
         if t + 1 < len(schedule):
             entropy = token_entropy(end.raw_logits[: len(end.images)])
-            score = uncertainty(entropy, schedule.grids[t], schedule.grids[t + 1])
-            cells.setdefault(t + 1, []).append(score.flatten().cpu())
+            cells.append(uncertainty(entropy, schedule.grids[t], schedule.grids[t + 1]).flatten().cpu())
 
-    return pipe(**call, **options, callback_on_scale_end=note, output_type="pt").images.cpu()
+    return pipe(**call, **options, callback_on_scale_end=note, output_type="pt").images.cpu(), cells
 
 
-def _spending(
-    pipe: Pipeline, calls: Sequence[dict[str, Any]], method: Taper, plain: list[Tensor], options: Any, advance: Any
-) -> dict[str, float]:
-    shares: list[float] = []
-    likeness: list[Tensor] = []
-    for call, images in zip(calls, plain, strict=True):
-        out = pipe(**call, **options, method=method, output_type="pt")
-        shares += [entry["flops"] / entry["flops_full"] for entry in out.trace.to_dict()["images"]]
-        likeness.append(ssim(out.images.cpu(), images, span=1.0))
-        advance(1)
-    return {"spent": sum(shares) / len(shares), "ssim": torch.cat(likeness).mean().item()}
+def _shares(pipe: Pipeline, call: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, list[float]]:
+    """The images of a call, and the share of FLOPs of each."""
+    out = pipe(**call, **options, output_type="pt")
+    return out.images.cpu(), [e["flops"] / e["flops_full"] for e in out.trace.to_dict()["images"]]

@@ -9,12 +9,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from nextscale.cluster.workers import LocalWorkers, Workers
 from nextscale.errors import NextscaleError
 from nextscale.io.progress import bar
 from nextscale.methods.base import SCHEMA
 from nextscale.methods.toprovar import ToProVAR, ToProVARPolicy
 from nextscale.pipeline import Pipeline
-from nextscale.research.calibrate import batches
+from nextscale.research.calibrate import Calls, batches
 
 logger = logging.getLogger(__name__)
 BISECTIONS = 10  # halvings of the interval in which a_max is sought
@@ -23,26 +24,43 @@ QUANTILES = (0.5, 0.75, 0.9, 1.0)  # of the dominances of all layers; with a hig
 
 
 def calibrate_toprovar(
-    pipe: Pipeline, prompts: Sequence[Any], target: float = 0.3, seed: int = 0, **options: Any
+    pipe: Pipeline,
+    prompts: Sequence[Any],
+    target: float = 0.3,
+    seed: int = 0,
+    workers: Workers | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Fit a preset; `target` is the share of tokens to compute. `options` are those of a call (guidance, size, ...)."""
     if not 0 < target < 1:
         raise NextscaleError(f"target must lie in (0, 1), not {target!r}")
-    calls = list(batches(pipe, prompts, seed))
+    calls = list(batches(pipe, prompts, seed, workers))
     with bar("calibrate toprovar", len(calls) * (1 + len(QUANTILES) + BISECTIONS), pipe.progress_bar) as advance:
-        lows, dominances = _entropies(pipe, calls, options, advance)
+        hands = workers or LocalWorkers(pipe)
+
+        def share_of(method: ToProVAR) -> float:
+            counts = hands.run(Calls(_tokens, {"method": method, **options}), calls, advance)
+            return sum(computed for computed, _ in counts) / sum(full for _, full in counts)
+
+        lows: list[float] = []
+        dominances: list[float] = []
+        for low_tokens, dominance in hands.run(
+            Calls(_entropies, {"method": ToProVAR(tau=1.0), **options}), calls, advance
+        ):
+            lows += low_tokens
+            dominances += dominance
         for quantile in QUANTILES:
             excess = _quantile(dominances, quantile) - 1
             if not excess > 0:
                 raise NextscaleError("the attention maps of this model have no dominant direction: beta cannot be told")
             method = ToProVAR(tau=statistics.median(lows), beta=math.log(2) / excess, a_max=MAX_A)
-            share = _share(pipe, calls, method, options, advance)
+            share = share_of(method)
             if share <= target:
                 break
         low, high = 0.0, MAX_A
         for _ in range(BISECTIONS if share <= target else 0):
             middle = (low + high) / 2
-            found = _share(pipe, calls, dataclasses.replace(method, a_max=middle), options, advance)
+            found = share_of(dataclasses.replace(method, a_max=middle))
             low, high, share = (middle, high, share) if found > target else (low, middle, found)
     method = dataclasses.replace(method, a_max=high)
     if share > target:
@@ -68,30 +86,21 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
-def _entropies(
-    pipe: Pipeline, calls: list[dict[str, Any]], options: Any, advance: Any
-) -> tuple[list[float], list[float]]:
+def _entropies(pipe: Pipeline, call: dict[str, Any], options: dict[str, Any]) -> tuple[list[float], list[float]]:
     """The share of low-entropy tokens at 60 % of the schedule, and the dominance of every layer's first direction."""
     lows: list[float] = []
     dominances: list[float] = []
-    for call in calls:
-        out = pipe(**call, **options, method=ToProVAR(tau=1.0), output_type="latent")
-        policy = out.trace.policy
-        assert isinstance(policy, ToProVARPolicy)
-        index = round(0.6 * len(policy.context.schedule))
-        for image in range(policy.context.images):
-            policy.explain(image)  # reads what is pending
-            lows.append(policy.rho[image, index])
-            dominances += policy.dominance[image].tolist()
-        advance(1)
+    policy = pipe(**call, **options, output_type="latent").trace.policy
+    assert isinstance(policy, ToProVARPolicy)
+    index = round(0.6 * len(policy.context.schedule))
+    for image in range(policy.context.images):
+        policy.explain(image)  # reads what is pending
+        lows.append(policy.rho[image, index])
+        dominances += policy.dominance[image].tolist()
     return lows, dominances
 
 
-def _share(pipe: Pipeline, calls: list[dict[str, Any]], method: ToProVAR, options: Any, advance: Any) -> float:
-    computed = full = 0
-    for call in calls:
-        for image in pipe(**call, **options, method=method, output_type="latent").trace.to_dict()["images"]:
-            computed += image["tokens_computed"]
-            full += image["tokens_full"]
-        advance(1)
-    return computed / full
+def _tokens(pipe: Pipeline, call: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:
+    """How many were computed, and of how many."""
+    images = pipe(**call, **options, output_type="latent").trace.to_dict()["images"]
+    return sum(image["tokens_computed"] for image in images), sum(image["tokens_full"] for image in images)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nextscale.cluster.workers import Workers
 from nextscale.errors import NextscaleError
 from nextscale.io.devices import synchronize
 from nextscale.io.progress import bar
@@ -32,6 +33,7 @@ from nextscale.research.evaluate.psnr import EQUAL, psnr
 from nextscale.research.evaluate.recognizer import load_recognizer
 from nextscale.research.evaluate.scenes import ScenePrompt, describe
 from nextscale.research.evaluate.ssim import ssim
+from nextscale.research.export.manifest import run_facts
 from nextscale.research.prompt_checks import BadPrompt
 
 RECORD_KEYS = {"passed", "found", "seconds", "tokens", "flops", "psnr", "ssim", "perceptual", "starts"}  # of a record
@@ -68,10 +70,21 @@ class Bench:
     with_features: bool = True  # features and perceptual distance, which need the extra `eval`
     size: dict[str, Any] = field(default_factory=dict)  # of the images, as in a call
     skipped: Sequence[BadPrompt] = ()  # prompts that this model cannot draw
+    workers: Workers | None = None  # who draws; None: this process
 
     def __post_init__(self) -> None:
         self.recognizer = load_recognizer(self.pipe.device)
         self.warm: set[str] = set()
+        self.made_by: dict[str, Any] | None = None  # the first who drew something
+
+    @property
+    def device(self) -> str:
+        """The type of the device that draws."""
+        return self.pipe.device.type if self.workers is None else self.workers.device
+
+    @property
+    def run_facts(self) -> dict[str, Any]:
+        return self.made_by or run_facts(self.pipe, self.batch)
 
     def batches(self) -> list[Sequence[Item]]:
         return [self.items[i : i + self.batch] for i in range(0, len(self.items), self.batch)]
@@ -80,43 +93,71 @@ class Bench:
         self, methods: dict[str, Method | None], reference: bool = False, show: bool | None = None
     ) -> dict[str, Cell]:
         """Run every method, under its name; `reference` adds plain images of other seeds."""
-        cells: dict[str, list[Cell]] = {name: [] for name in (*methods, *["reference"] * reference)}
-        with bar("images", len(self.items) * len(cells), show) as advance:
-            for number, part in enumerate(self.batches()):
-                plain: Tensor | None = None
-                # The plain run first: it was timed, and the others are compared with its images.
-                for name in sorted(cells, key=lambda n: n not in methods or methods[n] is not None):
-                    method, is_reference = methods.get(name), name not in methods
-                    path = self._path(number, method, is_reference)
-                    cell = None if path is None or not path.exists() else _read(path)
-                    if cell is None:
-                        if method is not None and plain is None:
-                            plain = self._draw(part, None).images
-                        items = (
-                            [Item(i.scene_prompt, i.seed + REFERENCE_SEED_OFFSET) for i in part]
-                            if is_reference
-                            else part
-                        )
-                        drawn = self._draw(items, method)
-                        if method is None and not is_reference:
-                            plain = drawn.images
-                        cell = self._judge(items, drawn, drawn.images if method is None or plain is None else plain)
-                        if path is not None:
-                            _write(path, cell)
-                    cells[name].append(cell)
-                    advance(len(part))
-        return {name: _joined(found) for name, found in cells.items()}
+        names = [*methods, *["reference"] * reference]
+        with bar("images", len(self.items) * len(names), show) as advance:
+            if self.workers is None:
+                parts = range(len(self.batches()))
+                made = {number: self.run_batch(methods, reference, advance, number) for number in parts}
+            else:
+                made = self._run_by(self.workers, methods, reference, advance)
+        return {name: _joined([made[number][name] for number in sorted(made)]) for name in names}
+
+    def _run_by(
+        self, workers: Workers, methods: dict[str, Method | None], reference: bool, advance: Callable[[int], None]
+    ) -> dict[int, dict[str, Cell]]:
+        """Have others draw the batches of which a cell is missing."""
+        made: dict[int, dict[str, Cell]] = {}
+        left = [number for number in range(len(self.batches())) if not self._is_complete(number, methods, reference)]
+        for number in set(range(len(self.batches()))) - set(left):
+            made[number] = self.run_batch(methods, reference, advance, number)  # which only reads
+        maker = BatchMaker(
+            tuple(self.items), self.batch, self.folder, self.with_features, self.size, methods, reference
+        )
+        for index, (cells, run) in workers.map(maker, left, lambda number: f"batch {number}"):
+            self.made_by = self.made_by or run
+            made[left[index]] = cells
+            advance(sum(len(cell.records) for cell in cells.values()))
+        return made
+
+    def run_batch(
+        self, methods: dict[str, Method | None], reference: bool, advance: Callable[[int], None], number: int
+    ) -> dict[str, Cell]:
+        """Run every method on one batch, or read what is there of it."""
+        part, plain, cells = self.batches()[number], None, dict[str, Cell]()
+        # The plain run first: it was timed, and the others are compared with its images.
+        for name in sorted(
+            (*methods, *["reference"] * reference), key=lambda n: n not in methods or methods[n] is not None
+        ):
+            method, is_reference = methods.get(name), name not in methods
+            path = self._path(number, method, is_reference)
+            cell = None if path is None or not path.exists() else _read(path)
+            if cell is None:
+                if method is not None and plain is None:
+                    plain = self._draw(part, None).images
+                items = [Item(i.scene_prompt, i.seed + REFERENCE_SEED_OFFSET) for i in part] if is_reference else part
+                drawn = self._draw(items, method)
+                if method is None and not is_reference:
+                    plain = drawn.images
+                cell = self._judge(items, drawn, drawn.images if method is None or plain is None else plain)
+                if path is not None:
+                    _write(path, cell)
+            cells[name] = cell
+            advance(len(part))
+        return cells
 
     def complete_items(self, methods: dict[str, Method | None], reference: bool = False) -> int:
         """Count the items, from the first on, of which all methods have their cells."""
-        wanted = [(m, False) for m in methods.values()] + [(None, True)] * reference
         done = 0
         for number, part in enumerate(self.batches()):
-            paths = [self._path(number, method, is_reference) for method, is_reference in wanted]
-            if not all(p is not None and p.exists() for p in paths):
+            if not self._is_complete(number, methods, reference):
                 break
             done += len(part)
         return done
+
+    def _is_complete(self, number: int, methods: dict[str, Method | None], reference: bool) -> bool:
+        wanted = [(m, False) for m in methods.values()] + [(None, True)] * reference
+        paths = [self._path(number, method, is_reference) for method, is_reference in wanted]
+        return all(p is not None and p.exists() for p in paths)
 
     def _path(self, number: int, method: Method | None, is_reference: bool) -> Path | None:
         return None if self.folder is None else self.folder / "cells" / f"{number:04}-{_key(method, is_reference)}.json"
@@ -167,6 +208,24 @@ class Bench:
                 }
             )
         return Cell(records, features)
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """A bench on a worker: it makes the cells of a batch."""
+
+    items: tuple[Item, ...]
+    batch: int
+    folder: Path | None
+    with_features: bool
+    size: dict[str, Any]
+    methods: dict[str, Method | None]
+    reference: bool
+
+    def __call__(self, pipe: Pipeline) -> Callable[[int], tuple[dict[str, Cell], dict[str, Any]]]:
+        bench = Bench(pipe, self.items, self.batch, self.folder, self.with_features, self.size)
+        run = bench.run_facts
+        return lambda number: (bench.run_batch(self.methods, self.reference, lambda step: None, number), run)
 
 
 def make_items(scene_prompts: Sequence[ScenePrompt], seeds: int) -> list[Item]:

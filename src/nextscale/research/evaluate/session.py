@@ -17,7 +17,7 @@ from nextscale.methods import Method
 from nextscale.research.evaluate.bench import Bench, Cell
 from nextscale.research.evaluate.recognizer import read_about
 from nextscale.research.evaluate.report import Row, as_csv
-from nextscale.research.export.manifest import first_difference, model_settings, run_facts
+from nextscale.research.export.manifest import first_difference, model_settings
 from nextscale.research.export.weights import weights_sha256
 from nextscale.research.prompt_checks import skipped
 
@@ -40,7 +40,7 @@ def settings_of(bench: Bench) -> dict[str, Any]:
         "pictures": len(bench.items),
         "prompts_sha256": hashlib.sha256(asked.encode()).hexdigest(),
         "batch": bench.batch,
-        "device": pipe.device.type,
+        "device": bench.device,
         "features": bench.with_features,
     }
 
@@ -98,7 +98,7 @@ def save(bench: Bench, methods: dict[str, Method | None], cells: dict[str, Cell]
     }
     content = {
         "settings": settings_of(bench),
-        "run": run_facts(bench.pipe, bench.batch),
+        "run": bench.run_facts,
         "grader": read_about().get("accuracy"),
         "methods": {name: None if m is None else m.to_dict() for name, m in methods.items()},
         "rows": [row.flat() for row in rows],

@@ -100,7 +100,8 @@ class ExportFolder:
         try:
             if self.shard.count == 1:  # nobody else is here
                 for left in (*self.root.glob(f"{SCRATCH}*"), *self.root.glob(f"{LOCK}-*")):
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                    # A worker of a dead driver may write here for a moment still.
+                    shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink()
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
+from nextscale.cluster.workers import LocalWorkers, Workers
 from nextscale.errors import NextscaleError
 from nextscale.io.progress import bar
 from nextscale.io.writing import as_json, atomic_write
 from nextscale.methods import Method
 from nextscale.pipeline import Pipeline
-from nextscale.research.export.base import ImageFile
 from nextscale.research.export.folder import FORMATS, ExportFolder
+from nextscale.research.export.groups import Group, GroupMaker, MadeImage, cut
 from nextscale.research.export.manifest import FORMAT_VERSION, model_settings, read_manifest, run_facts
 from nextscale.research.export.plan import WHOLE, ExportPlan, Shard
 from nextscale.research.export.protocol import sampling_for
@@ -31,6 +31,8 @@ class ExportResult:
     skipped: int  # prompts that cannot be drawn
     manifest: Path
     commands: list[str]  # to run when nothing is missing
+    images: list[MadeImage] = field(default_factory=list)  # made now
+    seconds: float = 0.0  # that it took to make them
 
 
 def export(
@@ -44,12 +46,14 @@ def export(
     resume: bool = False,
     pixel_budget: str | None = None,
     progress_bar: bool | None = None,
+    workers: Workers | None = None,
     **sampling: Any,
 ) -> ExportResult:
     """Export; `sampling` is as in a call of the pipeline, by default the protocol's, or else the model's.
 
     Batches are cut from the shard's whole list, so an image made after an interruption has the company that it
-    would have had without, and its very bytes.
+    would have had without, and its very bytes. `workers` make them, by default this process; if others do, `pipe` is
+    asked for settings only.
     """
     if batch < 1:
         raise NextscaleError(f"batch must be at least 1, not {batch}")
@@ -77,25 +81,26 @@ def export(
         "next": commands,
     }
     options = {"method": method, "pixel_budget": pixel_budget, **values}
-    made = 0
+    made: list[MadeImage] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.locked())
         folder.check(plan, settings, resume)
         scratch = stack.enter_context(folder.scratch())
         advance = stack.enter_context(bar(plan.layout.title, len(mine), progress_bar))
-        for i, group in enumerate(_groups(mine, batch)):
-            wanted = [p for p in group if not folder.has(p)]
-            tiles = _draw(pipe, group, batch, **options) if wanted else {}
-            if i == 0:  # not before: what fails at the first image leaves the folder as it was
-                _record(folder, content, run_facts(pipe, batch), scratch)
-            for image_file in group:
-                folder.save_sidecar(image_file, scratch)
-            for image_file in wanted:
-                folder.save(image_file, tiles[image_file.path], scratch)
-            made += len(wanted)
-            advance(len(group))
+        manifest = stack.enter_context(Manifest(folder, content, scratch))
+        groups = _left(folder, cut(mine, batch), scratch)
+        advance(len(mine) - sum(map(len, groups)))
+        # Before the first image: a folder of images alone is no export.
+        manifest.begin(run_facts(pipe, batch) if workers is None or not groups else None)
+        maker = GroupMaker(folder, scratch, batch, options)
+        begun = time.monotonic()
+        for index, group in (workers or LocalWorkers(pipe)).map(maker, groups, lambda group: group[0].path):
+            manifest.add(group.run)
+            made += group.images
+            advance(len(groups[index]))
+        seconds = time.monotonic() - begun
     missing = sum(not folder.has(p) for p in plan.image_files)
-    return ExportResult(made, missing, len(plan.skipped), folder.manifest, commands)
+    return ExportResult(len(made), missing, len(plan.skipped), folder.manifest, commands, made, seconds)
 
 
 def checked(pipe: Pipeline, plan: ExportPlan) -> ExportPlan:
@@ -108,27 +113,42 @@ def checked(pipe: Pipeline, plan: ExportPlan) -> ExportPlan:
     return plan.without(bad_prompts(pipe, [(e.prompt, e.where) for e in plan.entries]))
 
 
-def _record(folder: ExportFolder, content: dict[str, Any], run: dict[str, Any], scratch: Path) -> None:
-    """Write the manifest; a run on another machine or version adds itself to those that it names."""
-    runs = read_manifest(folder.manifest)["runs"] if folder.manifest.exists() else []
-    content["runs"] = runs if run in runs else [*runs, run]
-    with atomic_write(folder.manifest, scratch) as file:
-        file.write(as_json(content))
+def _left(folder: ExportFolder, groups: Sequence[Group], scratch: Path) -> list[Group]:
+    """The groups of which an image is missing; the others may lack the files that belong to images."""
+    left = []
+    for group in groups:
+        if all(folder.has(image_file) for image_file in group):
+            for image_file in group:
+                folder.save_sidecar(image_file, scratch)
+        else:
+            left.append(group)
+    return left
 
 
-def _groups(image_files: Sequence[ImageFile], batch: int) -> list[Sequence[ImageFile]]:
-    """Cut into batches; at least one, if only to leave a manifest of an empty shard."""
-    size = max(1, batch // len(image_files[0].seeds)) if image_files else 1
-    return [image_files[i : i + size] for i in range(0, len(image_files), size)] or [()]
+class Manifest:
+    """The manifest of an export that is under way; a run on another machine or version adds itself to those that it
+    names. If nothing is made after all, it goes."""
 
+    def __init__(self, folder: ExportFolder, content: dict[str, Any], scratch: Path) -> None:
+        self.folder, self.scratch, self.is_new = folder, scratch, not folder.manifest.exists()
+        runs = [] if self.is_new else read_manifest(folder.manifest)["runs"]
+        self.content = {**content, "runs": runs}
 
-def _draw(pipe: Pipeline, group: Sequence[ImageFile], batch: int, **options: Any) -> dict[str, list[Image.Image]]:
-    """Generate the tiles of every image file, by its path; a grid may need several calls."""
-    prompts = [p.prompt for p in group for _ in p.seeds]
-    seeds = [seed for p in group for seed in p.seeds]
-    images: list[Image.Image] = []
-    for i in range(0, len(seeds), batch):
-        part: Any = prompts[i : i + batch]
-        images += pipe(part, seed=seeds[i : i + batch], **options).images
-    drawn = iter(images)
-    return {p.path: [next(drawn) for _ in p.seeds] for p in group}
+    def begin(self, run: dict[str, Any] | None) -> None:
+        self.content["runs"] += [run] if run not in (None, *self.content["runs"]) else []
+        self._write()
+
+    def add(self, run: dict[str, Any]) -> None:
+        if run not in self.content["runs"]:
+            self.begin(run)
+
+    def _write(self) -> None:
+        with atomic_write(self.folder.manifest, self.scratch) as file:
+            file.write(as_json(self.content))
+
+    def __enter__(self) -> Manifest:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and self.is_new and not self.folder.images.exists():
+            self.folder.manifest.unlink(missing_ok=True)

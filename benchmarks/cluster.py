@@ -1,0 +1,128 @@
+"""Workers and replicas on Ray beside the same without it, on one machine. Needs pip install 'nextscale[ray]'.
+
+    python benchmarks/cluster.py export [--images 200] [--rounds 2]    # 2 workers against 2 --shard processes
+    python benchmarks/cluster.py serve [--requests 80] [--rounds 1]    # 2 replicas against 1, open loop
+
+Every process has one thread. `export` makes the same pictures both ways, in turns, and compares all bytes; images a
+second are counted from the first file to the last, and for the whole command with everything that starts it.
+`serve` plays one trace of random arrivals at rising rates, one server after the other at every step, until the 95th
+percentile of latency exceeds the target, three times the seconds of a request that is alone. The generator runs on the
+same machine; its share of a core is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from arrivals import ENVIRONMENT, Point, poisson, replicas, sustained
+from serving import PROMPTS
+
+
+def export(options: argparse.Namespace) -> None:
+    ratios: dict[str, list[float]] = {"whole command": [], "first to last image": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prompts = itertools.islice(itertools.cycle(PROMPTS), options.images)
+        records = [{"id": f"{n:05}", "prompt": prompt} for n, prompt in enumerate(prompts)]
+        (folder / "prompts.json").write_text(json.dumps(records))
+        for turn in range(options.rounds):
+            sides = {"--shard": [["--shard", "1/2"], ["--shard", "2/2"]]}
+            sides["--workers ray"] = [["--workers", "ray", "--replicas", "2", "--resources", "CPU=1"]]
+            order = list(sides) if turn % 2 == 0 else list(reversed(sides))
+            found = {side: run_export(folder, sides[side], options) for side in order}
+            shards, ray = found["--shard"], found["--workers ray"]
+            for side, (whole, steady, _) in found.items():
+                print(f"{side}: {whole:.2f} images a second, {steady:.2f} from the first to the last", flush=True)
+            assert shards[2] == ray[2], "the bytes differ"
+            ratios["whole command"].append(ray[0] / shards[0])
+            ratios["first to last image"].append(ray[1] / shards[1])
+    print(f"{options.images} images, all bytes the same; Ray's throughput as a multiple of that of two processes:")
+    for what, values in ratios.items():
+        print(f"  {what}: {statistics.mean(values):.3f} ({', '.join(f'{v:.3f}' for v in values)})")
+
+
+def run_export(
+    folder: Path, parts: list[list[str]], options: argparse.Namespace
+) -> tuple[float, float, dict[str, bytes]]:
+    """Images a second of the whole command, and from the first image to the last; and the images."""
+    out = folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "-m", "nextscale", "export", "imagereward", "--prompts", str(folder / "prompts.json")]
+    command += ["--images", "1", "--out", str(out), "--quiet", "--pixel-budget", options.pixel_budget]
+    command += ["--method", options.method, "--device", "cpu"]
+    begun = time.monotonic()
+    # In sessions of their own, as Ray starts its workers: a busy machine shares its time out among sessions.
+    quiet = {"env": ENVIRONMENT, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    processes = [subprocess.Popen([*command, *part], **quiet) for part in parts]
+    assert not any(process.wait() for process in processes)
+    seconds = time.monotonic() - begun
+    files = sorted((out / "images").iterdir())
+    assert len(files) == options.images
+    stamps = sorted(path.stat().st_mtime for path in files)
+    # The first image of each of the two is the end of its start.
+    steady = (len(files) - 2) / (stamps[-1] - stamps[1])
+    return len(files) / seconds, steady, {path.name: path.read_bytes() for path in files}
+
+
+def serve(options: argparse.Namespace) -> None:
+    moments, gains = poisson(options.requests), []
+    with (
+        replicas(1, options.size, options.method) as one,
+        replicas(2, options.size, options.method) as two,
+    ):
+        servers = {1: one, 2: two}
+        idle = one.idle_seconds()
+        two.idle_seconds()
+        target = options.target or 3 * idle
+        print(f"one request alone takes {idle:.3f} s; the 95th percentile may take {target:.2f} s")
+        for _ in range(options.rounds):
+            points: dict[int, list[Point]] = {1: [], 2: []}
+            for share in map(float, options.shares.split(",")):
+                for number, server in servers.items():
+                    if points[number] and points[number][-1].p95 > target:
+                        continue
+                    found = server.point(moments, share * number / idle)
+                    points[number].append(found)
+                    print(
+                        f"{number} replicas, {found.rate:.2f} requests a second: p95 {found.p95:.2f} s, "
+                        f"{found.refused} refused, generator {found.generator:.1%} of a core",
+                        flush=True,
+                    )
+            rates = {number: sustained(found, target) for number, found in points.items()}
+            gains.append(rates[2] / rates[1])
+            print(f"within the target: {rates[1]:.2f} and {rates[2]:.2f} requests a second, {gains[-1]:.2f} times")
+    print(f"2 replicas answer {statistics.mean(gains):.2f} times the requests of 1 within {target:.2f} s at p95")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    kinds = parser.add_subparsers(required=True)
+    row = kinds.add_parser("export")
+    row.set_defaults(run=export)
+    row.add_argument("--images", type=int, default=200)
+    row.add_argument("--pixel-budget", default="0.06M")
+    row.add_argument("--method", default="none")
+    row.add_argument("--rounds", type=int, default=2)
+    row = kinds.add_parser("serve")
+    row.set_defaults(run=serve)
+    row.add_argument("--size", default="512x512")
+    row.add_argument("--method", default="truncate:5")
+    row.add_argument("--requests", type=int, default=80, help="of every run")
+    row.add_argument("--shares", default="0.4,0.5,0.6,0.7,0.8,0.9,1.0", help="of what the seconds of one allow")
+    row.add_argument("--target", type=float, help="seconds; default: three times those of a request alone")
+    row.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()

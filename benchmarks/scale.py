@@ -1,0 +1,283 @@
+"""How many replicas a latency target takes: the engine's own queue, driven by a virtual clock.
+
+    python benchmarks/scale.py measure --out times.json             # seconds of batches here, in 1 and in 2 processes
+    python benchmarks/scale.py predict --times times.json --rate 12 --target 3 [--trace arrivals.txt]
+    python benchmarks/scale.py validate [--requests 80]             # measured beside predicted, 1 and 2 replicas
+
+`measure` keeps engines busy with batches of every size, as many processes at once as there will be replicas on a
+machine, and stores the seconds of each batch; and it asks one idle server, for what a request takes besides its batch.
+`predict` plays arrivals, random ones at a rate or a file with a moment in seconds per line, against 1, 2, 3, ...
+replicas: an arrival goes to the less busy of two replicas, as Ray Serve routes it, waits in the engine's `BatchQueue`,
+and takes the measured seconds of a batch. Nothing is computed by a formula. `validate` measures, then finds the rate at
+which the 95th percentile reaches the target, by the simulation and by real replicas with the same arrivals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from arrivals import ENVIRONMENT, Point, at_rate, climb, poisson, quantile, read_trace, replicas, sustained
+from nextscale.serve.batching import BatchQueue
+from serving import PROMPTS
+
+AGE_LIMIT = 2.0  # as in the engine's `Limits`
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True)
+class Times:
+    """What was measured: seconds of batches, by processes at work at once and by images of a batch."""
+
+    batches: dict[int, dict[int, list[float]]]
+    overhead: float  # seconds of a request besides its batch
+
+    @classmethod
+    def read(cls, path: Path) -> Times:
+        content = json.loads(path.read_text())
+        counted = {int(n): {int(size): s for size, s in sizes.items()} for n, sizes in content["batches"].items()}
+        return cls(counted, content["overhead"])
+
+    def of(self, replicas: int) -> dict[int, list[float]]:
+        """Those of as many processes, or of the most that were measured."""
+        return self.batches[max(n for n in self.batches if n <= max(replicas, min(self.batches)))]
+
+
+@dataclass(eq=False)
+class Replica:
+    queue: BatchQueue[int]  # of arrivals, by their numbers
+    running: int = 0
+
+    @property
+    def ongoing(self) -> int:
+        return self.running + len(self.queue)
+
+
+@dataclass
+class Simulation:
+    """Replicas under arrivals. `batches` has seconds by images of a batch; the largest is the replicas' limit."""
+
+    moments: Sequence[float]
+    replicas: int
+    batches: dict[int, list[float]]
+    overhead: float = 0.0
+    max_queue: int = 64
+    batch_wait: float = 0.005
+    seed: int = 0
+    latencies: dict[int, float] = field(default_factory=dict)
+    refused: int = 0
+
+    def run(self) -> Simulation:
+        self.draw, self.max_batch = random.Random(self.seed), max(self.batches)
+        self.servers = [Replica(BatchQueue(self.batch_wait, AGE_LIMIT)) for _ in range(self.replicas)]
+        self.order = itertools.count()
+        self.events: list[Any] = []
+        for number, moment in enumerate(self.moments):
+            self.at(moment, self.arrive, number)
+        while self.events:
+            now, _, act, arguments = heapq.heappop(self.events)
+            act(now, *arguments)
+        return self
+
+    def at(self, moment: float, act: Any, *arguments: Any) -> None:
+        heapq.heappush(self.events, (moment, next(self.order), act, arguments))
+
+    def arrive(self, now: float, number: int) -> None:
+        some = self.draw.sample(self.servers, min(2, self.replicas))
+        server = min(some, key=lambda replica: replica.ongoing)
+        if len(server.queue) >= self.max_queue:
+            self.refused += 1
+            return
+        server.queue.add(number, "one kind", now)
+        self.look(now, server)
+
+    def look(self, now: float, server: Replica) -> None:
+        """What the engine's thread does when something has changed."""
+        if server.running:
+            return
+        batch, wait = server.queue.next_batch(now, lambda number: self.max_batch)
+        if batch:
+            server.running = len(batch)
+            size = min(size for size in self.batches if size >= len(batch))
+            self.at(now + self.draw.choice(self.batches[size]), self.finish, server, batch)
+        elif wait is not None:
+            self.at(now + wait, self.look, server)
+
+    def finish(self, now: float, server: Replica, batch: list[int]) -> None:
+        server.running = 0
+        for number in batch:
+            self.latencies[number] = now - self.moments[number] + self.overhead
+        self.look(now, server)
+
+    def p(self, share: float) -> float:
+        return quantile(list(self.latencies.values()), share) if self.latencies else INFINITE
+
+
+def simulated(times: Times, replicas: int, moments: Sequence[float], rate: float, max_queue: int = 64) -> Point:
+    done = Simulation(at_rate(moments, rate), replicas, times.of(replicas), times.overhead, max_queue).run()
+    return Point(rate, INFINITE if done.refused else done.p(0.95), done.refused)
+
+
+def measure(options: argparse.Namespace) -> Times:
+    """Seconds of batches by as many processes at once, and what a request takes besides."""
+    batches: dict[int, dict[int, list[float]]] = {}
+    for number in map(int, options.processes.split(",")):
+        found = run_engines(number, options)
+        batches[number] = {size: [s for one in found for s in one[size]] for size in found[0]}
+        for size, seconds in batches[number].items():
+            print(
+                f"{number} processes, batches of {size}: {statistics.median(seconds):.3f} s in the median", flush=True
+            )
+    with replicas(1, options.size, options.method) as server:
+        one = statistics.median(batches[min(batches)][1])
+        overhead = max(0.0, server.idle_seconds() - one)
+    print(f"a request takes {1000 * overhead:.0f} ms besides its batch")
+    return Times(batches, overhead)
+
+
+def run_engines(number: int, options: argparse.Namespace) -> list[dict[int, list[float]]]:
+    command = [sys.executable, __file__, "engine", "--size", options.size, "--method", options.method]
+    command += ["--batches", str(options.batches), "--max-batch", str(options.max_batch)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    engines = [subprocess.Popen(command, **pipes, text=True, env=ENVIRONMENT) for _ in range(number)]
+    for engine in engines:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "warm\n"
+    for engine in engines:  # all at once
+        assert engine.stdin is not None
+        engine.stdin.write("go\n")
+        engine.stdin.flush()
+    return [{int(n): s for n, s in json.loads(engine.communicate()[0]).items()} for engine in engines]
+
+
+def run_engine(options: argparse.Namespace) -> None:
+    """One of the processes: an engine that always has something to do, and images that are encoded beside it."""
+    import io
+
+    from PIL import Image
+
+    from nextscale.serve.engine import Engine, Limits
+    from nextscale.serve.jobs import Finished, ImageJob
+    from nextscale.serve.observer import Observer
+    from nextscale.serve.served_model import ServedModel
+
+    begun: list[float] = []
+
+    class Begun(Observer):
+        def started(self, waits: Sequence[float]) -> None:
+            begun.append(time.perf_counter())
+
+    def encode(event: Any) -> None:
+        if isinstance(event, Finished):
+            Image.fromarray(event.pixels()).save(io.BytesIO(), "JPEG", quality=90)
+
+    width, height = map(int, options.size.split("x"))
+    model = ServedModel.load("clipart", device="cpu", method=options.method)
+    found: dict[int, list[float]] = {}
+    size = 1
+    while size <= options.max_batch:
+        engine = Engine([model], Limits(max_batch=size, max_queue=10**6, batch_wait=1.0), Begun())
+        engine.start(wait=True)
+        if size == 1:
+            print("warm", flush=True)
+            sys.stdin.readline()
+        begun.clear()
+        for seed in range((options.batches + 1) * size):
+            job = ImageJob("clipart", PROMPTS[seed * 7 % len(PROMPTS)], (seed,), options.method, height, width)
+            engine.submit(job, encode)
+        engine.drain(timeout=10**6)
+        found[size] = [b - a for a, b in itertools.pairwise(begun)]
+        size *= 2
+    print(json.dumps(found))
+
+
+def predict(options: argparse.Namespace) -> None:
+    times = Times.read(options.times)
+    moments = read_trace(options.trace) if options.trace else poisson(options.requests)
+    moments = at_rate(moments, options.rate) if options.rate else moments
+    rate = len(moments) / moments[-1]
+    print(f"{len(moments)} arrivals, {rate:.2f} a second; the 95th percentile may take {options.target:g} s")
+    print("replicas   p50      p95      p99      refused")
+    for number in range(1, options.most + 1):
+        done = Simulation(moments, number, times.of(number), times.overhead, options.max_queue).run()
+        shown = "  ".join(f"{done.p(share):7.2f}" for share in (0.5, 0.95, 0.99))
+        print(f"{number:8}  {shown}  {done.refused:7}")
+        if done.p(0.95) <= options.target and not done.refused:
+            print(f"{number} replicas are enough")
+            return
+    print(f"{options.most} replicas are not enough")
+    raise SystemExit(1)
+
+
+def validate(options: argparse.Namespace) -> None:
+    times, moments = measure(options), poisson(options.requests)
+    shares = [float(share) for share in options.shares.split(",")]
+    alone = statistics.median(times.of(1)[1]) + times.overhead
+    target = options.target or 3 * alone
+    print(f"{options.requests} arrivals; the 95th percentile may take {target:.2f} s", flush=True)
+    worst = 0.0
+    for number in (1, 2):
+        rates = [share * number / alone for share in shares]
+        expected = climb(lambda rate, n=number: simulated(times, n, moments, rate), rates, target)
+        with replicas(number, options.size, options.method) as server:
+            for _ in range(number):
+                server.idle_seconds(2)
+            found = climb(lambda rate, s=server: s.point(moments, rate), rates, target)
+        for a, b in zip(expected, found, strict=False):
+            print(
+                f"{number} replicas, {a.rate:.2f} requests a second: "
+                f"p95 {a.p95:.2f} s predicted, {b.p95:.2f} s measured"
+            )
+        predicted, measured = sustained(expected, target), sustained(found, target)
+        error = predicted / measured - 1
+        worst = max(worst, INFINITE if error != error else abs(error))  # a rate below all that were tried is no number
+        print(f"{number} replicas: {predicted:.2f} predicted, {measured:.2f} measured within the target, {error:+.1%}")
+    print(f"farthest prediction: {worst:.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    kinds = parser.add_subparsers(required=True)
+    made = {name: kinds.add_parser(name) for name in ("measure", "predict", "validate", "engine")}
+    for name in ("measure", "validate", "engine"):
+        made[name].add_argument("--size", default="512x512")
+        made[name].add_argument("--method", default="truncate:5")
+        made[name].add_argument("--batches", type=int, default=16, help="of every size")
+        made[name].add_argument("--max-batch", type=int, default=1)
+    for name in ("measure", "validate"):
+        made[name].add_argument("--processes", default="1,2", help="at once; on GPUs of their own, 1 is enough")
+    for name in ("predict", "validate"):
+        made[name].add_argument("--requests", type=int, default=80 if name == "validate" else 2000)
+        made[name].add_argument("--target", type=float, required=name == "predict", help="seconds at p95")
+    made["measure"].add_argument("--out", type=Path, default=Path("times.json"))
+    made["predict"].add_argument("--times", type=Path, required=True)
+    made["predict"].add_argument("--rate", type=float, help="requests a second; default: those of the trace")
+    made["predict"].add_argument("--trace", type=Path, help="a file with a moment in seconds per line")
+    made["predict"].add_argument("--most", type=int, default=1000, help="replicas")
+    made["predict"].add_argument("--max-queue", type=int, default=64)
+    made["validate"].add_argument("--shares", default="0.4,0.5,0.6,0.7,0.8,0.9,1.0", help="of what one allows")
+    for name, run in (("predict", predict), ("validate", validate), ("engine", run_engine)):
+        made[name].set_defaults(run=run)
+    made["measure"].set_defaults(run=lambda options: store(measure(options), options.out))
+    options = parser.parse_args()
+    options.run(options)
+
+
+def store(times: Times, path: Path) -> None:
+    path.write_text(json.dumps({"batches": times.batches, "overhead": times.overhead}))
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

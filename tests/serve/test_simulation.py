@@ -1,0 +1,84 @@
+"""The simulation of replicas: what can be told without it, it must tell, too."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("httpx", reason="the benchmarks need it")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SECOND = {1: [1.0]}
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("scale")
+
+
+def latencies(done) -> list[float]:
+    return [pytest.approx(done.latencies[n]) for n in sorted(done.latencies)]
+
+
+def test_requests_that_meet_nobody(scale: ModuleType) -> None:
+    done = scale.Simulation([0, 2, 4.5], 1, SECOND, overhead=0.25).run()
+    assert latencies(done) == [1.25] * 3
+
+
+def test_requests_that_wait(scale: ModuleType) -> None:
+    assert latencies(scale.Simulation([0] * 4, 1, SECOND).run()) == [1, 2, 3, 4]
+    assert sorted(scale.Simulation([0] * 4, 2, SECOND).run().latencies.values()) == pytest.approx([1, 1, 2, 2])
+    assert latencies(scale.Simulation([0, 0.5, 0.75], 1, SECOND).run()) == [1, 1.5, 2.25]
+
+
+def test_batches(scale: ModuleType) -> None:
+    """The first leaves alone after the wait; those that come meanwhile leave together."""
+    both = {1: [1.0], 2: [1.2]}
+    done = scale.Simulation([0, 0.5, 0.6, 0.7], 1, both, batch_wait=0.005).run()
+    assert latencies(done) == [1.005, 0.505 + 1.2, 0.405 + 1.2, 1.505 + 1.0]
+    assert latencies(scale.Simulation([0, 0.001], 1, both, batch_wait=0.005).run()) == [1.201, 1.2]
+
+
+def test_a_full_queue_refuses(scale: ModuleType) -> None:
+    done = scale.Simulation([0] * 10, 1, SECOND, max_queue=3).run()
+    assert (done.refused, len(done.latencies)) == (6, 4)
+    assert scale.Simulation([0] * 10, 2, SECOND, max_queue=3).run().refused == 2
+
+
+def test_the_mean_wait_that_theory_knows(scale: ModuleType) -> None:
+    """Random arrivals, one server, equal services (M/D/1): load / (2 (1 - load)) services."""
+    for load in (0.3, 0.6):
+        moments = scale.at_rate(scale.poisson(40_000), load)
+        waits = [seconds - 1 for seconds in scale.Simulation(moments, 1, SECOND).run().latencies.values()]
+        assert statistics.mean(waits) == pytest.approx(load / (2 * (1 - load)), rel=0.06)
+
+
+def test_between_the_rates_that_were_tried(scale: ModuleType) -> None:
+    points = [scale.Point(rate, p95) for rate, p95 in ((1.0, 1.0), (2.0, 2.0), (3.0, 6.0))]
+    assert scale.sustained(points, 4.0) == pytest.approx(2.5)
+    assert scale.sustained(points, 9.0) == 3.0
+    assert scale.sustained([*points[:2], scale.Point(3.0, float("inf"))], 4.0) == 2.0
+
+
+def test_replicas_for_a_target(
+    scale: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = {"batches": {"1": {"1": [0.5]}, "2": {"1": [1.0]}}, "overhead": 0.1}
+    (tmp_path / "times.json").write_text(json.dumps(times))
+    (tmp_path / "trace.txt").write_text("10.0\n10.0\n10.0\n11.0")
+    asked = ["scale.py", "predict", "--times", str(tmp_path / "times.json"), "--trace", str(tmp_path / "trace.txt")]
+    monkeypatch.setattr(sys, "argv", [*asked, "--target", "1.2"])
+    scale.main()
+    said = capsys.readouterr().out
+    assert "4 arrivals, 4.00 a second" in said
+    assert "4 replicas are enough" in said, "two at once are slower than one alone"
+    monkeypatch.setattr(sys, "argv", [*asked, "--target", "0.5", "--most", "4"])
+    with pytest.raises(SystemExit):
+        scale.main()
+    assert "4 replicas are not enough" in capsys.readouterr().out
