@@ -23,6 +23,7 @@ from nextscale.methods.naming import format_method, parse_method
 from nextscale.research.evaluate.scenes import BACKGROUNDS
 
 DOCUMENTS = ("README.md", "MODEL_CARD.md", "docs/results.md")
+MIN_IMAGES = 120  # images; with fewer, tasks have too few prompts for an interval
 MISSING = "Not measured on this model yet; `make results` does."
 PLACE = re.compile(r"(<!-- results: ([\w -]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 README_METHODS = (
@@ -32,13 +33,10 @@ README_METHODS = (
     "nova:fast",
     "fastvar:fast",
     "sparsevar:fast",
-    "skipvar:fast",
     "taper:0.12",
     "taper:0.25",
     "taper:0.4",
-    "truncate:1",
     "truncate:2",
-    "truncate:3",
 )
 NAMES = {"none": "plain", "nova:paper": "NOVA()"}
 Row = dict[str, Any]
@@ -85,10 +83,13 @@ class Sweep:
         low, high = row.get(f"{key} low"), row.get(f"{key} high")
         if row.get(key) is None or low is None or high is None:
             return "–"
+        if self.images < MIN_IMAGES:
+            return f"{row[key]:{sign}.{digits}f}"
         return f"{row[key]:{sign}.{digits}f} ({low:{sign}.{digits}f} to {high:{sign}.{digits}f})"
 
     def about(self) -> str:
-        return f"    {self.command}\n\n{self.images} images, {self.where}.\n"
+        without = "" if self.images >= MIN_IMAGES else ", which are too few for intervals"
+        return f"    {self.command}\n\n{self.images} images{without}; {self.where}."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -67,7 +67,11 @@ def test_numbers_of_both_backgrounds_stand_side_by_side(tables, measured, monkey
     assert lines[3].endswith("| 7.0x |")
     assert lines[2].startswith("| `plain` | 10.000 / 11.000 | – | – | 10.0 / 11.0 % | – | – |")
     assert lines[4].endswith("| – | – |"), "truncation is not compared with itself; its seconds were not measured"
-    assert lines[-1] == "540 images, abacus, torch 9.9."
+    assert lines[-1] == "540 images; abacus, torch 9.9."
+    measured["sweep main"]["images"] = 24
+    lines = tables.readme(measured).splitlines()
+    assert "| 20.0 / 21.0 % | +20.4 / +21.4 |" in lines[3]
+    assert lines[-1] == "24 images, which are too few for intervals; abacus, torch 9.9."
 
 
 def test_what_was_not_measured_is_said(tables, measured, tmp_path: Path) -> None:
