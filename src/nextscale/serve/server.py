@@ -119,11 +119,12 @@ class DrainingServer(uvicorn.Server):
         self.asked_to_stop = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        host, port = self._address(sockets)  # uvloop, which Ray brings, closes a socket that it could not use
         try:
             await super().startup(sockets)
         except OSError as error:  # another process listens by now
-            raise _cannot_listen(*self._address(sockets), error) from None
-        self.url = "http://{}:{}".format(*self._address(sockets))
+            raise _cannot_listen(host, port, error) from None
+        self.url = f"http://{host}:{port}"
 
     def _address(self, sockets: list[socket.socket] | None) -> tuple[str, int]:
         host, port = (sockets or [])[0].getsockname()[:2]
