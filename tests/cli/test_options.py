@@ -219,7 +219,7 @@ def test_one_grammar_everywhere(recorder: Recorder, tmp_path: Path) -> None:
         "--preset is for a method's bare name": ("--method", "nova:paper", "--preset", "fast"),
         "--preset and --set need --method": ("--method", "none", "--set", "tau=2"),
         "--preset and --set are for one method": ("--method", "nova+truncate", "--set", "tau=2"),
-        "no preset 'best'; allowed: balanced, fast, literal, paper": ("--method", "nova:best"),
+        "no preset 'best'; allowed: balanced, faithful, fast, literal, paper": ("--method", "nova:best"),
     }.items():
         done = run("generate", "a fox", "--out", tmp_path / "a.png", *args)
         assert done.returncode == 2
@@ -244,7 +244,10 @@ def test_what_completion_offers() -> None:
     [
         ("nextscale gen", ["generate"]),
         ("nextscale generate --model infinity-8", ["infinity-8b", "infinity-8b-512"]),
-        ("nextscale compare fox --method nova:", ["nova:balanced", "nova:fast", "nova:literal", "nova:paper"]),
+        (
+            "nextscale compare fox --method nova:",
+            ["nova:balanced", "nova:faithful", "nova:fast", "nova:literal", "nova:paper"],
+        ),
         ("nextscale export dpg --preset pa", ["paper"]),
         ("nextscale generate fox --pixel-b", ["--pixel-budget"]),
     ],

@@ -267,7 +267,10 @@ BAD_FOR_ALL = [
     ({"num_images_per_prompt": 10**9}, "GiB; make fewer at a time"),
     ({"num_images_per_prompt": True}, "num_images_per_prompt must be a whole number, at least 1"),
     ({"method": 5}, r"method must be a method such as NOVA\(\), not 5; by name: nova"),
-    ({"method": "nova:magic"}, "nova has no preset 'magic'; allowed: balanced, fast, literal, paper, or a file"),
+    (
+        {"method": "nova:magic"},
+        "nova has no preset 'magic'; allowed: balanced, faithful, fast, literal, paper, or a file",
+    ),
     ({"generator": 42, "seed": None}, "generator must be a torch.Generator or a list of them"),
     ({"seed": "x"}, "seed must be a whole number"),
     ({"guidance_scale": "strong"}, "guidance_scale must be a number or a list"),

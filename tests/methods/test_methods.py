@@ -254,7 +254,7 @@ def test_kept_maps_in_a_file(infinity, tmp_path) -> None:
         (lambda: from_dict({"fields": {}}), "it needs 'name' and 'fields'"),
         (
             lambda: NOVA.preset("quick"),
-            "nova has no preset 'quick'; allowed: balanced, fast, literal, paper, or a file",
+            "nova has no preset 'quick'; allowed: balanced, faithful, fast, literal, paper, or a file",
         ),
     ],
 )

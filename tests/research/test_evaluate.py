@@ -419,7 +419,7 @@ def test_presets_are_the_cheapest_settings_that_come_near_enough() -> None:
 
 
 def test_an_unknown_sweep() -> None:
-    with pytest.raises(NextscaleError, match="unknown sweep 'x'; allowed: methods"):
+    with pytest.raises(NextscaleError, match="unknown sweep 'x'; allowed: main, methods"):
         read_sweep("x")
 
 
