@@ -76,6 +76,7 @@ def serve(
 def make_config(app: FastAPI, log_level: str) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        loop="asyncio",  # uvloop, which Ray brings, says nothing of a port that is taken
         http=GuardedProtocol,
         ws="none",
         lifespan="off",
@@ -119,12 +120,11 @@ class DrainingServer(uvicorn.Server):
         self.asked_to_stop = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        host, port = self._address(sockets)  # uvloop, which Ray brings, closes a socket that it could not use
         try:
             await super().startup(sockets)
         except OSError as error:  # another process listens by now
-            raise _cannot_listen(host, port, error) from None
-        self.url = f"http://{host}:{port}"
+            raise _cannot_listen(*self._address(sockets), error) from None
+        self.url = "http://{}:{}".format(*self._address(sockets))
 
     def _address(self, sockets: list[socket.socket] | None) -> tuple[str, int]:
         host, port = (sockets or [])[0].getsockname()[:2]
