@@ -14,6 +14,7 @@ Each kernel alone, at the edges of its sizes, is in `test_interpreted_tokens.py`
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import support.fences  # noqa: F401 (skips where kernels cannot be interpreted)
