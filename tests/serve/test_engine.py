@@ -12,6 +12,7 @@ import pytest
 
 from nextscale.errors import NextscaleError, OutOfMemory
 from nextscale.pipeline import Pipeline
+from nextscale.serve.batch_run import BatchRun
 from nextscale.serve.engine import Engine, Limits
 from nextscale.serve.jobs import Canceled, Draining, Event, Failed, Finished, ImageJob, NoMemory, Preview, QueueFull
 from nextscale.serve.observer import Observer
@@ -304,6 +305,114 @@ def test_out_of_memory_makes_batches_smaller(pipe, start, monkeypatch) -> None:
     assert [len(call["prompt"]) for call in gate.calls] == [1, 4, 2, 1, 1, 2, 1, 1]
     assert len(good.of(Finished)) == 3
     assert isinstance(bad.events[0].error, NoMemory)
+
+
+def test_a_failed_job_leaves_the_queue(pipe, start, monkeypatch) -> None:
+    engine, gate = start(Limits(max_batch=1)), Gate(pipe, monkeypatch)
+    gate.fault = lambda prompts: RuntimeError("planted") if 7 in prompts else None
+    bad, good = Client(engine), Client(engine)
+    bad.send(7, (1, 2, 3))
+    good.send(1)
+    gate.open.set()
+    good.wait_for(ends=1)
+    assert [str(event.error) for event in bad.events] == ["planted"]
+    assert len(gate.calls) == 2
+
+
+def test_a_batch_that_runs_again_shows_nothing_twice(start, monkeypatch) -> None:
+    client, faults = Client(start(Limits(max_batch=2, batch_wait=5))), [RuntimeError("planted")]
+    measure = BatchRun.measure
+
+    def fail_once(run: BatchRun) -> None:
+        if faults:
+            raise faults.pop()
+        measure(run)
+
+    monkeypatch.setattr(BatchRun, "measure", fail_once)
+    client.send(seeds=(1, 2), previews=2)
+    client.wait_for(ends=2)
+    assert len(client.of(Finished)) == 2
+    for image in range(2):
+        previews = [event for event in client.of(Preview) if event.image_index == image]
+        assert [event.index for event in previews] == [0, 1]
+        assert len({event.scale for event in previews}) == 2
+
+
+def test_an_image_that_was_sent_is_not_sent_again(start, monkeypatch) -> None:
+    client, faults = Client(start(Limits(max_batch=2, batch_wait=5))), [RuntimeError("planted")]
+    finish = BatchRun.finish
+
+    def fail_once(run: BatchRun, row: int, *rest) -> None:
+        if row and faults:
+            raise faults.pop()
+        finish(run, row, *rest)
+
+    monkeypatch.setattr(BatchRun, "finish", fail_once)
+    client.send(seeds=(1, 2))
+    client.wait_for(ends=2)
+    assert [event.image_index for event in client.of(Finished)] == [0, 1]
+
+
+def test_a_preview_that_fails_costs_no_image(start, monkeypatch) -> None:
+    def fail(*_) -> None:
+        raise RuntimeError("planted")
+
+    watching = Watching()
+    engine = start(observer=watching)
+    monkeypatch.setattr("nextscale.serve.batch_run.decode_preview", fail)
+    client = Client(engine)
+    client.send(previews=2)
+    client.wait_for(ends=1)
+    assert [type(event) for event in client.events] == [Finished]
+    assert (watching.skipped, watching.batches) == (2, [1])
+
+
+def test_previews_are_small_where_others_of_the_batch_asked_for_none(start) -> None:
+    engine = start(Limits(max_batch=2, batch_wait=5))
+    engine.default_model.scale_seconds[(16, 16), "none"] = [*[0.1] * 5, 99, 100, 0.1]
+    for others, side in ((1, 16), (0, 8)):
+        client = Client(engine)
+        client.send(previews=1)
+        client.send(previews=others)
+        client.wait_for(ends=2)
+        assert {event.pixels().shape[0] for event in client.of(Preview)} == {side}
+
+
+def test_who_cancels_just_before_the_run_is_told(pipe, start, monkeypatch) -> None:
+    watching = Watching()
+    engine, gate = start(Limits(max_batch=1), watching), Gate(pipe, monkeypatch)
+    client, leaving = Client(engine), Client(engine)
+    next_batch, tickets = engine._next_batch, list[Ticket]()
+
+    def cancel_what_left_the_queue():
+        batch = next_batch()
+        if batch and tickets and batch[0].ticket is tickets[0]:
+            tickets[0].cancel()
+        return batch
+
+    monkeypatch.setattr(engine, "_next_batch", cancel_what_left_the_queue)
+    client.send()
+    assert gate.reached.wait(20)
+    tickets.append(leaving.send(5))
+    gate.open.set()
+    leaving.wait_for(ends=1)
+    assert leaving.events == [Canceled()]
+    assert (watching.cancellations, len(gate.calls)) == (1, 1)
+
+
+def test_an_engine_that_fails_leaves_nobody_waiting(start) -> None:
+    class Broken(Observer):
+        def started(self, waits) -> None:
+            raise RuntimeError("planted")
+
+    engine = start(Limits(max_batch=1, batch_wait=0.2), Broken())
+    client = Client(engine)
+    client.send()
+    client.wait_for(ends=1)
+    assert [str(event.error) for event in client.of(Failed)] == ["planted"]
+    wait_until(lambda: engine.state == "failed")
+    with pytest.raises(Draining, match="device has failed"):
+        client.send()
 
 
 def test_a_listener_that_fails_harms_nobody(start) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
+import dataclasses
 import http.client
 import json
 import os
@@ -119,6 +121,12 @@ def test_a_failure_after_the_start_is_an_event(scripted: Live) -> None:
     last = unchunked(data.partition(b"\r\n\r\n")[2]).decode().split("\n\n")[-2].split("\n")
     assert last[0] == "event: error"
     assert error_of(last[1].encode())["code"] == "internal_error"
+
+
+def test_a_fault_is_not_to_be_tried_again(scripted: Live) -> None:
+    scripted.engine.script = [FAULT]
+    status, headers, _ = ask(scripted, "POST", "/v1/images/generations", {"prompt": "1"})
+    assert (status, headers["x-should-retry"]) == (500, "false")
 
 
 def test_silence_is_filled_with_comments(scripted: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +318,59 @@ def test_who_reads_nothing_is_given_up(scripted: Live, monkeypatch: pytest.Monke
         assert scripted.wait_for(lambda: bool(scripted.server.server_state.connections))
         assert scripted.wait_for(lambda: not scripted.server.server_state.connections)
         assert sock.recv(100).startswith(b"HTTP/1.1 200")  # it was not finished, and nobody waits for the rest
+
+
+def test_who_reads_too_slowly_is_given_up(scripted: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(server, "READ_SECONDS", 1.0)
+    noise = np.random.default_rng(0).integers(0, 255, (2000, 2000, 3), dtype=np.uint8)
+    scripted.engine.script = [Finished(0, lambda: noise, 7, "none", 1, 1, 1, 0.1, 0.0)]
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", scripted.port))
+        sock.sendall(post(b'{"prompt": "1", "output_format": "jpeg", "output_compression": 100}'))
+        assert scripted.wait_for(lambda: bool(scripted.server.server_state.connections))
+
+        def reads_a_little() -> bool:
+            with contextlib.suppress(OSError):
+                sock.recv(4096)
+            time.sleep(0.05)
+            return not scripted.server.server_state.connections
+
+        assert scripted.wait_for(reads_a_little)
+
+
+def test_previews_that_nobody_reads_are_dropped() -> None:
+    """And those that are read are numbered without a gap."""
+
+    async def read() -> tuple[list[Any], int]:
+        events = stream.EventQueue()
+        for _ in range(40):
+            events.put(PREVIEW)
+        events.put(FINISHED)
+        await asyncio.sleep(0)
+        found = [await events.get(1) for _ in range(stream.MAX_UNREAD + 1)]
+        events.put(PREVIEW)
+        return [*found, await events.get(1)], events._queue.qsize()
+
+    found, left = asyncio.run(read())
+    assert found == [*[PREVIEW] * stream.MAX_UNREAD, FINISHED, PREVIEW]
+    assert left == 0
+
+
+def test_indices_of_previews_have_no_gap(scripted: Live) -> None:
+    scripted.engine.script = [*(dataclasses.replace(PREVIEW, index=n) for n in (0, 2, 5)), FINISHED]
+    text = unchunked(send(scripted, post(b'{"prompt": "1", "stream": true}')).partition(b"\r\n\r\n")[2]).decode()
+    assert re.findall(r'"partial_image_index":(\d+)', text) == ["0", "1", "2"]
+
+
+def test_without_a_key_only_names_of_this_machine_are_answered(var: Pipeline) -> None:
+    with served([ServedModel(var, "small", method="none")], own_hosts_only=True) as live:
+        for host in ("127.0.0.1", f"localhost:{live.port}", "[::1]:80", "LOCALHOST", "a.localhost", "192.0.2.7:1"):
+            assert ask(live, "GET", "/health", headers={"host": host})[0] == 200
+        for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", ""):
+            status, _, data = ask(live, "GET", "/v1/models", headers={"host": host})
+            assert (status, error_of(data)["code"]) == (403, "unknown_host")
 
 
 def test_health(scripted: Live) -> None:

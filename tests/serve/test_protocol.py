@@ -123,7 +123,7 @@ def test_sentences(model: ServedModel) -> None:
         "prompt must be a text of 1 to 32000 characters, not one of 40000 characters": {"prompt": "a" * 40_000},
         "size '511x512' is not one of tiny; allowed: auto, 64x64, 56x70,": {**base, "size": "511x512"},
         'previews "all" needs "stream": true': {**base, "previews": "all"},
-        "method and quality both choose a method": {**base, "method": "nova", "quality": "low"},
+        "method and quality both choose a method": {**base, "method": "nova", "quality": "auto"},
         "output_compression below 100 needs output_format": {**base, "output_compression": 50},
         "the model 'gpt-image-2' is not served here; allowed: tiny": {**base, "model": "gpt-image-2"},
         "the last of 2 images would have seed 9223372036854775808": {**base, "n": 2, "seed": 2**63 - 1},
@@ -212,7 +212,6 @@ def test_quality_chooses_the_method(model: ServedModel) -> None:
         "standard": "high",
         "hd": "xhigh",
     }
-    assert read({"prompt": "a", "quality": "auto", "method": "nova"}, model).job.method == "nova"
 
 
 @pytest.mark.parametrize("method", FILES)

@@ -109,6 +109,7 @@ def serve(
     from nextscale.serve.engine import Engine
     from nextscale.serve.metrics import Metrics
     from nextscale.serve.served_model import AUTO
+    from nextscale.serve.server import is_loopback
     from nextscale.serve.server import serve as run
 
     options = options.resolved()
@@ -119,7 +120,8 @@ def serve(
             typer.echo(f"{served.name}: no preset was measured on it, so all tokens are computed; --method chooses one")
     metrics = Metrics()
     engine = Engine(models, options.limits, metrics)
-    app = create_app(engine, metrics=metrics, api_key=api_key, cors_origins=cors_origin)
+    own_hosts_only = api_key is None and is_loopback(taken)
+    app = create_app(engine, metrics=metrics, api_key=api_key, cors_origins=cors_origin, own_hosts_only=own_hosts_only)
     engine.start()
     run(app, engine, taken, grace=grace, log_level=log_level, say=typer.echo)
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from nextscale.errors import NextscaleError, choices
 from nextscale.io.arguments import short_repr
 
 F = TypeVar("F", bound=Callable[..., Any])
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -57,8 +59,19 @@ def total_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_container_limits()])
     return None
+
+
+def _container_limits() -> list[int]:
+    """What a container, or another control group of Linux, may take of the host's memory."""
+    found = []
+    for path in CGROUP_LIMITS:
+        try:
+            found.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return found
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -23,7 +23,7 @@ from nextscale.methods.package_data import stored_names
 from nextscale.serve import protocol
 from nextscale.serve.engine import Engine
 from nextscale.serve.errors import ApiError, AsciiResponse, on_api_error, on_http_exception
-from nextscale.serve.limits import RequestId, key_checker, read_body
+from nextscale.serve.limits import OwnHosts, RequestId, key_checker, read_body
 from nextscale.serve.metrics import CONTENT_TYPE, Metrics
 from nextscale.serve.protocol import ImageRequest
 from nextscale.serve.served_model import ServedModel
@@ -52,8 +52,10 @@ def create_app(
     metrics: Metrics | None = None,
     api_key: str | None = None,
     cors_origins: Sequence[str] = (),
+    own_hosts_only: bool = False,
 ) -> FastAPI:
-    """Make the app around an engine, which somebody else starts and drains. `metrics` is what observes the engine."""
+    """Make the app around an engine, which somebody else starts and drains. `metrics` is what observes the engine;
+    `own_hosts_only` is for servers that only this machine reaches and that ask for no key."""
     app = FastAPI(title="nextscale", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
@@ -65,6 +67,8 @@ def create_app(
             allow_headers=["*"],
             expose_headers=EXPOSED,
         )
+    if own_hosts_only:
+        app.add_middleware(OwnHosts)
     app.add_middleware(RequestId)  # the last is the outermost
     if metrics is not None:
         metrics.watch(engine)

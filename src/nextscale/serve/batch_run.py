@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,8 @@ from nextscale.serve.jobs import ALL, Finished, Pixels, Preview, ScaleMap
 from nextscale.serve.observer import Observer
 from nextscale.serve.previews import decode_preview, pixels_of, preview_scales
 from nextscale.serve.ticket import Slot
+
+logger = logging.getLogger(__name__)
 
 
 class EndRun(Exception):
@@ -66,10 +69,18 @@ class BatchRun:
         if self.stops() or len(gone) == len(self.slots):
             raise EndRun
         scale = end.scale.index + 1
-        wanted = [row for row in end.images if row not in gone and scale in self.shown_after[row]]
+        wanted = [
+            row
+            for row in end.images
+            if row not in gone and scale in self.shown_after[row] and scale > self.slots[row].shown
+        ]
         begun = time.monotonic()
         if wanted:
-            self.show(end, wanted)
+            try:
+                self.show(end, wanted)
+            except Exception:  # such as too little memory: no reason to lose the image
+                logger.exception("a preview failed")
+                self.observer.preview_skipped()
         self.previewing += time.monotonic() - begun
         self.clock.mark(f"shown {end.scale.index}")
         return gone
@@ -84,13 +95,14 @@ class BatchRun:
             self.observer.preview_skipped()
             return
         elapsed = self.elapsed()
-        small = others > 0 or 2 * end.scale.h <= end.features.shape[2]  # a coarse grid has no more to show
+        delays = others > 0 or len(rows) < len(self.slots)  # somebody who did not ask for it
+        small = delays or 2 * end.scale.h <= end.features.shape[2]  # a coarse grid has no more to show
         images = decode_preview(end.decode, end.features[rows], small)
         for row, pixels in zip(rows, pixels_of(images), strict=True):
             slot = self.slots[row]
             cells = to_bytes(end.computed(row)) if slot.ticket.job.previews == ALL else None
             where = slot.index, slot.previews, end.scale.index + 1, self.scales, end.scale.grid
-            slot.previews += 1
+            slot.previews, slot.shown = slot.previews + 1, end.scale.index + 1
             slot.ticket.send(Preview(*where, pixels, cells, elapsed), self.observer.preview_made)
 
     def measure(self) -> None:
@@ -118,6 +130,7 @@ class BatchRun:
             scales,
         )
         answered = self.model.name, tokens, plain, time.monotonic() - slot.since
+        slot.done = True
         slot.ticket.send(done, lambda: self.observer.finished(*answered))
 
 

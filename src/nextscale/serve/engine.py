@@ -167,16 +167,30 @@ class Engine:
             elif self.state == "loading":
                 self.state = "ready"
             self._changed.notify_all()
-        while self.failure is None and (slots := self._next_batch()):
-            begun = time.monotonic()
-            self.observer.started([begun - slot.since for slot in slots])
-            self._run(slots)
-            self._seconds_per_image += 0.2 * ((time.monotonic() - begun) / len(slots) - self._seconds_per_image)
+        while self.failure is None and (batch := self._next_batch()):
+            try:
+                self._serve_batch(batch)
+            except Exception as error:  # of the engine itself: nobody shall wait for a thread that is gone
+                logger.exception("the engine failed")
+                self.failure = error
+                self._fail(batch, error)
             self.running = 0
         with self._changed:
             self.state = "stopped" if self.failure is None else "failed"
             left = self._queue.remove(lambda slot: True)
         self._fail(left, Draining(f"{REFUSALS[self.state]}; try again later"))
+
+    def _serve_batch(self, batch: Sequence[Slot]) -> None:
+        """Run those that somebody still waits for, and tell the others that they were given up."""
+        slots = [slot for slot in batch if not slot.gone]
+        if slots:
+            begun = time.monotonic()
+            self.observer.started([begun - slot.since for slot in slots])
+            self._run(slots)
+            self._seconds_per_image += 0.2 * ((time.monotonic() - begun) / len(slots) - self._seconds_per_image)
+        for slot in batch:
+            if slot.ticket.canceled:
+                self._end_canceled(slot.ticket)
 
     def _warm_up(self, model: ServedModel) -> None:
         """Capture what calls will need, and make one image: a broken model shall never be called ready."""
@@ -225,9 +239,6 @@ class Engine:
                 parts = [slots[first : first + size] for first in range(0, len(slots), size)]
         for part in parts:  # now that the error is gone, which holds what the batch had allocated
             self._run(part)
-        for slot in slots:
-            if slot.ticket.canceled:
-                self._end_canceled(slot.ticket)
 
     def _end_canceled(self, ticket: Ticket) -> None:
         ticket.send(Canceled(), self.observer.canceled)
@@ -239,6 +250,8 @@ class Engine:
             logger.error("a batch failed", exc_info=error)
         for slot in slots:
             slot.ticket.send(Failed(error), lambda: self.observer.failed(type(error).__name__))
+        with self._changed:
+            self._queue.remove(lambda slot: slot.gone)  # the other images of the same jobs
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 INVALID, UNAUTHORIZED = "invalid_request_error", "authentication_error"
 BUSY, SERVER = "rate_limit_error", "server_error"
+NO_RETRY = {"x-should-retry": "false"}  # here: the openai client would have the same work done twice more
 REASONS = {"loading": "loading", "failed": "failed"}  # of a server that is not ready; any other state: shutting down
 
 
@@ -67,7 +68,8 @@ def refusal(error: NextscaleError, state: str) -> ApiError:
         code = REASONS.get(state, "shutting_down")
         return ApiError(503, str(error), SERVER, code, headers=retry_after(error.retry_after))
     if isinstance(error, ServeError):
-        return ApiError(503, str(error), SERVER, "out_of_memory" if isinstance(error, NoMemory) else "unavailable")
+        code = "out_of_memory" if isinstance(error, NoMemory) else "unavailable"
+        return ApiError(503, str(error), SERVER, code, headers=NO_RETRY if isinstance(error, NoMemory) else None)
     return ApiError(400, str(error), code="invalid_value", param=getattr(error, "param", None))
 
 
@@ -82,7 +84,7 @@ def failure(error: Exception, state: str, request_id: str) -> ApiError:
 
 def internal_error(request_id: str) -> ApiError:
     message = f"something went wrong inside the server; its log has the details under {request_id}"
-    return ApiError(500, message, SERVER, "internal_error")
+    return ApiError(500, message, SERVER, "internal_error", headers=NO_RETRY)
 
 
 def retry_after(seconds: float) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import re
 import uuid
@@ -58,6 +59,30 @@ class RequestId:
             if started:
                 raise  # the connection ends in the middle, which the client notices
             await respond(internal_error(name))(scope, receive, send_with_id)
+
+
+class OwnHosts:
+    """Refuse requests for names that are not this machine's own: a page of another site could have its name resolve to
+    127.0.0.1 and then call a server that asks for no key."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host, app = Headers(scope=scope).get("host", ""), self.app
+        if not is_own_host(host):
+            message = f"requests for the host {short_repr(host)} are refused without an API key; see docs/serving.md"
+            app = respond(ApiError(403, message, code="unknown_host"))
+        await app(scope, receive, send)
+
+
+def is_own_host(host: str) -> bool:
+    """Whether the header `host` is an address or a name of this machine alone, with or without a port."""
+    name = re.sub(r":\d*$", "", host).strip("[]").lower()
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
 
 
 def key_checker(api_key: str | None) -> Callable[[Request], Awaitable[None]]:

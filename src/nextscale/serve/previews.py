@@ -44,15 +44,17 @@ def decode_preview(decode: Callable[[Tensor], Tensor], features: Tensor, small: 
 
 @torch.inference_mode()
 def pixels_of(images: Tensor) -> list[Pixels]:
-    """The pixels of images [b, 3, h, w] in [0, 1]. Nothing waits for the device until somebody wants them."""
+    """The pixels of images [b, 3, h, w] in [0, 1], each in memory of its own: somebody may take one late. Nothing waits
+    for the device until they are wanted."""
     pixels = to_bytes(images)
     if pixels.device.type != "cuda":
-        return [_on_host(p.cpu().numpy()) for p in pixels]
-    host = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=True)
-    host.copy_(pixels, non_blocking=True)
+        return [_on_host(p.cpu().numpy().copy()) for p in pixels]
+    hosts = [torch.empty(p.shape, dtype=torch.uint8, pin_memory=True) for p in pixels]
+    for host, p in zip(hosts, pixels, strict=True):
+        host.copy_(p, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(pixels.device))
-    return [_behind(copied, h) for h in host]
+    return [_behind(copied, host) for host in hosts]
 
 
 def _on_host(pixels: np.ndarray) -> Pixels:

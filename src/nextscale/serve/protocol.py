@@ -231,7 +231,7 @@ def _prompt(text: str, model: ServedModel) -> str | int:
 def _method(asked: ImageRequest, model: ServedModel, size: Size) -> str:
     if asked.method is None:
         return model.method_of(asked.quality or "auto", size)
-    if asked.quality not in (None, "auto"):
+    if asked.quality is not None:
         raise invalid("method", "method and quality both choose a method; leave one of them out")
     refuse_files(asked.method)
     return asked.method

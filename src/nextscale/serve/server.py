@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ from nextscale.serve.errors import SERVER, ApiError, as_ascii
 
 HEADER_SECONDS = 10.0  # for the headers of a request, and for what is left of a refused body
 WRITE_SECONDS = 60.0  # in which a client must take something of what waits for it
+READ_SECONDS = 600.0  # in which it must have taken all of that
 IDLE_SECONDS = 30  # between the requests of a connection
 LAST_SECONDS = 10  # for answers to leave, after the engine has stopped
 MAX_HEADERS = 2**16  # bytes
@@ -54,6 +56,11 @@ def listen(host: str, port: int) -> socket.socket:
 def _cannot_listen(host: str, port: int, error: OSError) -> NextscaleError:
     reason = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
     return NextscaleError(f"cannot listen on {host}:{port}: {reason}")
+
+
+def is_loopback(taken: socket.socket) -> bool:
+    """Whether only this machine reaches the port."""
+    return ipaddress.ip_address(taken.getsockname()[0]).is_loopback
 
 
 def serve(
@@ -183,15 +190,15 @@ class GuardedProtocol(_Base):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._wait_for_reader(self.transport.get_write_buffer_size())
+        self._wait_for_reader(self.transport.get_write_buffer_size(), self.loop.time() + READ_SECONDS)
 
-    def _wait_for_reader(self, before: int) -> None:
-        """Give up a client that took nothing for a while."""
+    def _wait_for_reader(self, before: int, deadline: float) -> None:
+        """Give up a client that took nothing for a while, or too little for long."""
 
         def look() -> None:
             left = self.transport.get_write_buffer_size()
-            if left < before:
-                self._wait_for_reader(left)
+            if left < before and self.loop.time() < deadline:
+                self._wait_for_reader(left, deadline)
             else:
                 self.transport.abort()
 

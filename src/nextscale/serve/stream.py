@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from nextscale.serve.limits import ClientGone
 from nextscale.serve.protocol import CheckedRequest
 
 KEEP_ALIVE = 15.0  # seconds without an event after which a comment is sent
+MAX_UNREAD = 16  # previews that wait for a client; further ones are dropped, for it reads slower than they come
 COMMENT = b": still here\n\n"
 T = TypeVar("T")
 
@@ -32,16 +35,25 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
+        self._unread = 0  # previews
 
     def put(self, event: Event) -> None:
         """Add an event, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all clients are gone
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+            self._loop.call_soon_threadsafe(self._add, event)
+
+    def _add(self, event: Event) -> None:
+        if isinstance(event, Preview):
+            if self._unread == MAX_UNREAD:
+                return
+            self._unread += 1
+        self._queue.put_nowait(event)
 
     async def get(self, timeout: float | None = None) -> Event:
         event = await asyncio.wait_for(self._queue.get(), timeout)
         if event is None:
             raise ClientGone
+        self._unread -= isinstance(event, Preview)
         return event
 
     @contextlib.asynccontextmanager
@@ -102,11 +114,14 @@ class Answer:
                 return server_sent(protocol.completed(self.asked, event, image))
             return server_sent(protocol.partial_image(self.asked, event, image))
 
-        left = self.asked.images
+        left, shown = self.asked.images, Counter[int]()
         async with self._canceling():
             while left:
                 try:
                     event = await self._next(KEEP_ALIVE)
+                    if isinstance(event, Preview):  # numbered here, as some may have been dropped
+                        event = dataclasses.replace(event, index=shown[event.image_index])
+                        shown[event.image_index] += 1
                     chunk = await self._in_thread(as_event, event)
                     left -= isinstance(event, Finished)
                 except asyncio.TimeoutError:

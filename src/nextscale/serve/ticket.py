@@ -53,6 +53,8 @@ class Slot:
     index: int  # of the image in the job
     since: float  # when it was asked for
     previews: int = 0  # sent so far
+    shown: int = 0  # the last scale that was shown: a batch that is run again shows none twice
+    done: bool = False  # its image was sent
 
     @property
     def seed(self) -> int:
@@ -61,4 +63,4 @@ class Slot:
     @property
     def gone(self) -> bool:
         """Whether nobody waits for it any more."""
-        return self.ticket.canceled or self.ticket.ended
+        return self.done or self.ticket.canceled or self.ticket.ended
