@@ -50,9 +50,14 @@ test-compile: $(VENV)/.ready
 test-hostile: $(VENV)/.ready
 	$(BIN)/python tests/hostile
 
-# The page of the server in Debian's chromium (apt-get install chromium, or NEXTSCALE_CHROMIUM=PATH); skipped, with the
-# reason, where there is none. NEXTSCALE_SCREENSHOTS=FOLDER keeps screenshots of it.
+# The page of the server in Debian's chromium, or in that of NEXTSCALE_CHROMIUM=PATH; skipped, with the reason, where
+# there is none and it cannot be installed. NEXTSCALE_SCREENSHOTS=FOLDER keeps screenshots of it.
 test-browser: $(VENV)/.ready
+	@if [ -z "$$NEXTSCALE_CHROMIUM" ] && ! command -v chromium >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		echo "installing Debian's package chromium"; \
+		{ apt-get update -qq && apt-get install -qq --no-install-recommends chromium; } >/dev/null 2>&1 || echo "that failed"; \
+	fi
+	@echo "installing playwright, which drives it, into $(VENV)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
 	$(BIN)/python -m pytest -rs tests/browser
 

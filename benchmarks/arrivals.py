@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import httpx
 
 from serving import ACCEPTED, PROMPTS, Answer, send
 
+STEP = 1.15  # from one rate to the next, where those that were asked for are not enough
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -57,17 +58,24 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def sustained(points: Sequence[Point], target: float) -> float:
-    """The highest rate at which the 95th percentile stays within the target, between the rates that were tried."""
+    """The highest rate at which the 95th percentile stays within the target, between the rates that were tried; NaN if
+    all of them were too high, or none."""
     ordered = sorted(points, key=lambda point: point.rate)
-    if ordered[0].p95 > target:
-        return float("nan")  # lower rates were not tried
-    best = ordered[0].rate
-    for a, b in itertools.pairwise(ordered):
-        if b.p95 > target:
-            share = 0.0 if b.p95 == float("inf") else (target - a.p95) / (b.p95 - a.p95)
-            return a.rate + share * (b.rate - a.rate)
-        best = b.rate
-    return best
+    if ordered[0].p95 <= target:
+        for a, b in itertools.pairwise(ordered):
+            if b.p95 > target:
+                share = 0.0 if b.p95 == float("inf") else (target - a.p95) / (b.p95 - a.p95)
+                return a.rate + share * (b.rate - a.rate)
+    return float("nan")
+
+
+def rising(rates: Sequence[float]) -> Iterator[float]:
+    """The rates, and then higher ones without end: what a server can do is known only where it cannot any more."""
+    yield from rates
+    rate = max(rates)
+    while True:
+        rate *= STEP
+        yield rate
 
 
 @contextlib.contextmanager
@@ -130,7 +138,7 @@ class Server:
         return Point(rate, p95, refused, share)
 
 
-def climb(measure: Callable[[float], Point], rates: Sequence[float], target: float) -> list[Point]:
+def climb(measure: Callable[[float], Point], rates: Iterable[float], target: float) -> list[Point]:
     """Try rising rates until one is too high."""
     points: list[Point] = []
     for rate in rates:

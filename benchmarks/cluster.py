@@ -1,18 +1,20 @@
 """Workers and replicas on Ray beside the same without it, on one machine. Needs pip install 'nextscale[ray]'.
 
-    python benchmarks/cluster.py export [--images 200] [--rounds 2]    # 2 workers against 2 --shard processes
+    python benchmarks/cluster.py export [--images 200] [--rounds 1]    # 2 workers against 2 --shard processes
     python benchmarks/cluster.py serve [--requests 80] [--rounds 1]    # 2 replicas against 1, open loop
 
-Every process has one thread. `export` makes the same pictures both ways, in turns, and compares all bytes; images a
-second are counted from the first file to the last, and for the whole command with everything that starts it.
-`serve` plays one trace of random arrivals at rising rates, one server after the other at every step, until the 95th
-percentile of latency exceeds the target, three times the seconds of a request that is alone. The generator runs on the
-same machine; its share of a core is printed.
+Every process has one thread, and the exit code is 1 where less comes out than `--at-least`. `export` makes the same
+pictures both ways, in turns, and compares all bytes; images a second are counted from the first file to the last, which
+is what is judged, and for the whole command with everything that starts it. `serve` plays one trace of random arrivals
+at rising rates, one server after the other at every step, until the 95th percentile of latency exceeds the target:
+three times the seconds of a request that is alone. The generator runs on the same machine; its share of a core is
+printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import json
 import shutil
@@ -23,7 +25,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from arrivals import ENVIRONMENT, Point, poisson, replicas, sustained
+from PIL import Image
+
+from arrivals import ENVIRONMENT, Point, poisson, replicas, rising, sustained
 from serving import PROMPTS
 
 
@@ -43,11 +47,20 @@ def export(options: argparse.Namespace) -> None:
             for side, (whole, steady, _) in found.items():
                 print(f"{side}: {whole:.2f} images a second, {steady:.2f} from the first to the last", flush=True)
             assert shards[2] == ray[2], "the bytes differ"
+            size = "x".join(map(str, Image.open(io.BytesIO(next(iter(ray[2].values())))).size))
             ratios["whole command"].append(ray[0] / shards[0])
             ratios["first to last image"].append(ray[1] / shards[1])
-    print(f"{options.images} images, all bytes the same; Ray's throughput as a multiple of that of two processes:")
+    print(f"{options.images} images of {size}, all bytes the same; Ray's throughput in those of two processes:")
     for what, values in ratios.items():
         print(f"  {what}: {statistics.mean(values):.3f} ({', '.join(f'{v:.3f}' for v in values)})")
+    judge(statistics.mean(ratios["first to last image"]), options.at_least)
+
+
+def judge(found: float, at_least: float) -> None:
+    """End with the verdict."""
+    passed = found >= at_least  # NaN does not
+    print(f"{'passed' if passed else 'failed'}: asked was at least {at_least:g}")
+    raise SystemExit(not passed)
 
 
 def run_export(
@@ -86,11 +99,12 @@ def serve(options: argparse.Namespace) -> None:
         print(f"one request alone takes {idle:.3f} s; the 95th percentile may take {target:.2f} s")
         for _ in range(options.rounds):
             points: dict[int, list[Point]] = {1: [], 2: []}
-            for share in map(float, options.shares.split(",")):
-                for number, server in servers.items():
-                    if points[number] and points[number][-1].p95 > target:
-                        continue
-                    found = server.point(moments, share * number / idle)
+            for share in rising([float(share) for share in options.shares.split(",")]):
+                left = [number for number in servers if not points[number] or points[number][-1].p95 <= target]
+                if not left:
+                    break
+                for number in left:
+                    found = servers[number].point(moments, share * number / idle)
                     points[number].append(found)
                     print(
                         f"{number} replicas, {found.rate:.2f} requests a second: p95 {found.p95:.2f} s, "
@@ -101,6 +115,7 @@ def serve(options: argparse.Namespace) -> None:
             gains.append(rates[2] / rates[1])
             print(f"within the target: {rates[1]:.2f} and {rates[2]:.2f} requests a second, {gains[-1]:.2f} times")
     print(f"2 replicas answer {statistics.mean(gains):.2f} times the requests of 1 within {target:.2f} s at p95")
+    judge(statistics.mean(gains), options.at_least)
 
 
 def main() -> None:
@@ -109,17 +124,19 @@ def main() -> None:
     row = kinds.add_parser("export")
     row.set_defaults(run=export)
     row.add_argument("--images", type=int, default=200)
-    row.add_argument("--pixel-budget", default="0.06M")
+    row.add_argument("--pixel-budget", default="0.25M", help="0.25M: 256 x 256")
     row.add_argument("--method", default="none")
-    row.add_argument("--rounds", type=int, default=2)
+    row.add_argument("--rounds", type=int, default=1)
+    row.add_argument("--at-least", type=float, default=0.9, help="of the throughput of two processes")
     row = kinds.add_parser("serve")
     row.set_defaults(run=serve)
     row.add_argument("--size", default="512x512")
     row.add_argument("--method", default="truncate:5")
     row.add_argument("--requests", type=int, default=80, help="of every run")
-    row.add_argument("--shares", default="0.4,0.5,0.6,0.7,0.8,0.9,1.0", help="of what the seconds of one allow")
+    row.add_argument("--shares", default="0.4,0.5,0.6,0.7,0.8,0.9,1.0", help="of what one allows; higher ones follow")
     row.add_argument("--target", type=float, help="seconds; default: three times those of a request alone")
     row.add_argument("--rounds", type=int, default=1)
+    row.add_argument("--at-least", type=float, default=1.6, help="times the requests of one replica")
     options = parser.parse_args()
     options.run(options)
 

@@ -99,6 +99,7 @@ def calibrations(run: Results) -> None:
     run.calibrate("toprovar", out=PRESETS / "toprovar-clipart.json")
     run.calibrate("sparsevar", out=PRESETS / "sparsevar-clipart.json")
     run.calibrate("shares", "--method", "sparsevar:clipart;tau=0.6", out=PRESETS / "table-sparsevar.json")
+    run.calibrate("taper", out=PRESETS / "entropies-clipart.json")
     for target, name in (("0.95", "clipart"), ("0.98", "clipart-98")):
         run.calibrate("skipvar", "--target", target, out=PRESETS / f"decision-{name}.json")
     found = {}

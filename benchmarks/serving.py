@@ -12,7 +12,8 @@ Every request has another prompt and another seed. `load` first measures the cap
 methods, with as many clients as images are computed at once; then requests arrive at random (Poisson) at multiples of
 it, whether or not earlier ones were answered. A third of them streams previews of every scale. At the end some of the
 accepted requests are repeated on the idle server: the image must be the same, byte by byte where batches have one
-image, for an image in a batch may differ by rounding (docs/equality.md).
+image, for an image in a batch may differ by rounding (docs/equality.md). It fails if a request ends otherwise than with
+its image or a 429, if the server's counts are not those of its clients, and if memory grows after the first minute.
 
 The generator runs on the same machine; its share of the CPU is printed.
 
@@ -206,7 +207,8 @@ def quantiles(values: list[float]) -> str:
     return " / ".join(f"{v:.2f}" for v in (*at, ordered[-1]))
 
 
-def report(name: str, server: Server, answers: list[Answer]) -> None:
+def report(name: str, server: Server, answers: list[Answer]) -> list[str]:
+    """Print what happened; return what should not have."""
     outcomes = Counter(answer.outcome for answer in answers)
     done = [a for a in answers if a.outcome == ACCEPTED]
     streamed = [a.first_preview for a in done if a.first_preview is not None]
@@ -223,6 +225,14 @@ def report(name: str, server: Server, answers: list[Answer]) -> None:
         print(f"  seconds until a refusal                           {quantiles([a.seconds for a in refused])}")
     print(f"  images that waited, mean / max                    {queue_line(server)}")
     print(f"  memory, MiB: minute 1 / last minute / most        {minute:.0f} / {last:.0f} / {max(memory):.0f}")
+    faults = [f"{n} requests ended with {what!r}" for what, n in outcomes.items() if not expected(what)]
+    if len(memory) > 150 and last > 1.03 * minute:
+        faults.append(f"memory grew from {minute:.0f} to {last:.0f} MiB after the first minute")
+    return faults
+
+
+def expected(outcome: str) -> bool:
+    return outcome == ACCEPTED or outcome.startswith("429")
 
 
 def queue_line(server: Server) -> str:
@@ -232,7 +242,7 @@ def queue_line(server: Server) -> str:
 
 async def check_books(
     client: httpx.AsyncClient, server: Server, before: dict[str, float], answers: list[Answer]
-) -> None:
+) -> list[str]:
     """The server's own counts must be those of the clients."""
     after = await server.metrics(client)
 
@@ -243,20 +253,20 @@ async def check_books(
 
     done, refused = (sum(a.outcome.startswith(w) for a in answers) for w in (ACCEPTED, "429"))
     finished, rejected = grown("nextscale_images_finished_total"), grown("nextscale_requests_rejected_total")
-    same = (finished, rejected) == (done, refused)
-    verdict = "the same" if same else "NOT THE SAME"
-    print(f"  the server counts {finished:.0f} images and {rejected:.0f} refusals: {verdict}")
-    if not same:
-        raise SystemExit(1)
+    print(f"  the server counts {finished:.0f} images and {rejected:.0f} refusals, its clients {done} and {refused}")
+    return [] if (finished, rejected) == (done, refused) else ["the server's counts are not those of its clients"]
 
 
-async def check_images(client: httpx.AsyncClient, server: Server, answers: list[Answer], number: int) -> None:
-    """Ask again, alone: the images must be the same."""
+async def check_images(
+    client: httpx.AsyncClient, server: Server, answers: list[Answer], number: int, alone: bool
+) -> list[str]:
+    """Ask again, alone: the images must be the same where they were alone before, too."""
     done = [a for a in answers if a.outcome == ACCEPTED]
     sample = random.Random(2).sample(done, min(number, len(done)))
     again = [await send(client, server.url, answer.body) for answer in sample]
     same = sum(a.image == b.image for a, b in zip(sample, again, strict=True))
     print(f"  {same} of {len(sample)} images are the same, byte by byte, when asked for alone")
+    return [f"{len(sample) - same} repeated images differ"] if alone and same < len(sample) else []
 
 
 async def load(options: argparse.Namespace) -> None:
@@ -272,18 +282,21 @@ async def load(options: argparse.Namespace) -> None:
             print(
                 f"sizes {options.sizes}, methods {options.methods}, {options.previews:.0%} with previews of every scale"
             )
-            curves = []
+            curves, faults = [], list[str]()
             for factor in map(float, options.rates.split(",")):
                 before, cpu, begun = await server.metrics(client), time.process_time(), time.monotonic()
                 answers = await open_loop(client, server, mix, factor * rate, options.seconds)
-                report(f"{factor:g} x capacity for {options.seconds:g} s", server, answers)
+                faults += report(f"{factor:g} x capacity for {options.seconds:g} s", server, answers)
                 share = (time.process_time() - cpu) / (time.monotonic() - begun)
                 print(f"  the generator took {share:.1%} of a core")
-                await check_books(client, server, before, answers)
-                await check_images(client, server, answers, options.repeat)
+                faults += await check_books(client, server, before, answers)
+                alone = (options.max_batch or 1) == 1 and not options.url
+                faults += await check_images(client, server, answers, options.repeat, alone)
                 curves.append((factor, answers, list(server.samples)))
             if options.plot:
                 plot(curves, options.plot)
+    if faults:
+        raise SystemExit("failed: " + "; ".join(faults))
 
 
 def plot(curves: list[tuple[float, list[Answer], list[tuple[float, float, int]]]], path: str) -> None:

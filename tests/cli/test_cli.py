@@ -102,7 +102,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(var_files: Path, tmp_path: Pa
         "top_p must lie in": ("4", *weights, "--top-p", 3),
         "sees no CUDA device": ("4", *weights, "--device", "cuda"),
         "cannot write 'x.txt'": ("4", *weights, "--out", "x.txt"),
-        "unknown method 'magic'; allowed: none, nova": ("4", *weights, "--method", "magic"),
+        "unknown method 'magic'; allowed: none, auto, nova": ("4", *weights, "--method", "magic"),
         "nova has no field 'beta'": ("4", *weights, "--method", "nova", "--set", "beta=1"),
         "alpha must lie in": ("4", *weights, "--method", "nova", "--set", "alpha=-1"),
         "not of the form field=value": ("4", *weights, "--method", "nova", "--set", "alpha"),

@@ -80,6 +80,8 @@ def test_what_a_worker_takes() -> None:
     four = Placement(resources=(("CPU", 4.0),))
     assert four.needs(None, cores) == {"CPU": 4.0}
     assert four.needs("cpu", gpus) == {"CPU": 4.0}
+    assert four.needs(None, gpus) == {"GPU": 1.0, "CPU": 4.0}, "cores beside the GPU, not in its place"
+    assert Placement(resources=(("GPU", 0.5),)).needs(None, gpus) == {"GPU": 0.5}
     assert four.room({"CPU": 4.0}, gpus) == 4
     assert Placement(replicas=3).room({"CPU": 4.0}, cores) == 3
     with pytest.raises(NextscaleError, match="a worker needs 1 GPU, and the cluster has 0 GPU; --replicas waits"):

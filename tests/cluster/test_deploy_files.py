@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,34 @@ def test_the_manifest_for_kuberay() -> None:
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     (container,) = workers["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+
+
+def test_probes_need_nothing_but_python() -> None:
+    """KubeRay's own call wget, and a slim image has none."""
+    manifest = yaml.safe_load((DEPLOY / "rayservice.yaml").read_text())
+    cluster = manifest["spec"]["rayClusterConfig"]
+    said = [b"success", b"", b"success"]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(said.pop())
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        for name in ("readinessProbe", "livenessProbe"):
+            program, option, script, *urls = container[name]["exec"]["command"]
+            assert (program, option) == ("python", "-c")
+            assert urls[0] == "http://127.0.0.1:52365/api/local_raylet_healthz"
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    here = f"http://127.0.0.1:{server.server_port}"
+    assert subprocess.run([sys.executable, "-c", script, here]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script, here]).returncode == 1
+    server.shutdown()
 
 
 def test_what_serve_build_writes(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +67,24 @@ def kill_in_the_middle(folder: Path, out: str, *options: str) -> tuple[set[int],
     return children, stamps(folder / out)
 
 
+@contextlib.contextmanager
+def watched(out: Path) -> Iterator[dict[str, set[tuple[int, int]]]]:
+    """All stamps that files have had meanwhile."""
+    seen, ended = defaultdict[str, set[tuple[int, int]]](set), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.02):
+            with contextlib.suppress(FileNotFoundError):
+                for name, stamp in stamps(out).items():
+                    seen[name].add(stamp)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    yield seen
+    ended.set()
+    thread.join()
+
+
 def require_resumed(folder: Path, out: str, before: dict[str, tuple[int, int]]) -> None:
     require_same(folder / out, folder / "whole")
     assert before.items() <= stamps(folder / out).items(), "nothing was made twice"
@@ -88,9 +109,12 @@ def test_its_cluster_ends_with_it(folder: Path) -> None:
 def test_its_cluster_outlives_it(folder: Path, cluster: Cluster) -> None:
     """The next run begins while the workers of the first may still be at work."""
     options = ("--workers", "ray", "--address", cluster.address)
-    kill_in_the_middle(folder, "shared", *options)
-    run(folder, "shared", *options, "--resume")
+    _, before = kill_in_the_middle(folder, "shared", *options)
+    with watched(folder / "shared") as seen:
+        run(folder, "shared", *options, "--resume")
     require_same(folder / "shared", folder / "whole")
+    assert before.items() <= stamps(folder / "shared").items()
+    assert [name for name, found in seen.items() if len(found) > 1] == [], "nothing was made twice"
     assert not (folder / "shared" / LOCK).exists()
 
 

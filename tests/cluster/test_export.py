@@ -16,7 +16,7 @@ import torch
 from ray.cluster_utils import Cluster
 from slow_models import slow, texts
 
-from nextscale.cluster.ray_workers import RayDataWorkers
+from nextscale.cluster.ray_workers import RayActorWorkers, RayDataWorkers
 from nextscale.errors import NextscaleError
 from nextscale.pipeline import Pipeline
 from nextscale.research.export.plan import ExportPlan, Shard
@@ -139,6 +139,18 @@ def test_failures_are_named(plan: ExportPlan, tmp_path: Path) -> None:
     assert done.made == 32
     require_same(out, tmp_path / "whole")
     assert before.items() <= stamps(out).items()
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize("kind", [RayDataWorkers, RayActorWorkers])
+def test_a_worker_that_cannot_load_says_so(kind: Any) -> None:
+    """In a sentence for the user, not with a traceback of Ray's."""
+
+    def broken() -> Pipeline:
+        raise NextscaleError("no weights lie at /here")
+
+    with pytest.raises(NextscaleError, match=r"^a worker cannot begin: no weights lie at /here$"):
+        list(kind(broken, 1, CORE).map(lambda pipe: str, ["a", "b"]))
 
 
 @pytest.mark.usefixtures("two_cores")

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from openai import APIStatusError, AuthenticationError, BadRequestError, OpenAI, RateLimitError
+from openai import APIError, APIStatusError, AuthenticationError, BadRequestError, OpenAI, RateLimitError
 from processes import titled, wait_for
 from ray import serve
 
@@ -34,6 +34,12 @@ def deploy(**options: Any) -> None:
     serve.run(deployment.options(**options).bind(), name=NAME, route_prefix="/")
 
 
+def require_to_come_back(url: str) -> None:
+    answer = httpx.get(f"{url}/v1/models")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert int(answer.headers["retry-after-ms"]) > 0
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     ray.shutdown()
@@ -43,8 +49,10 @@ def url() -> Iterator[str]:
         port = free.getsockname()[1]
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
+    url = f"http://127.0.0.1:{port}"
+    require_to_come_back(url)  # nothing is deployed yet
     deploy()
-    yield f"http://127.0.0.1:{port}"
+    yield url
     serve.shutdown()
     ray.shutdown()
 
@@ -61,7 +69,7 @@ def draw(client: OpenAI, **options: Any) -> Any:
 
 def counts(url: str, name: str) -> dict[str, float]:
     """A metric of every replica."""
-    text = httpx.get(f"{url}/metrics").text
+    text = httpx.get(f"{url}/metrics", timeout=60).text
     return {m[1]: float(m[2]) for m in re.finditer(rf'^{name}{{replica="(\w+)".*}} (\S+)$', text, re.MULTILINE)}
 
 
@@ -176,6 +184,17 @@ def test_what_a_dead_replica_leaves_can_be_tried_again(client: OpenAI, url: str)
         assert "retry-after-ms" in error.response.headers
 
 
+def test_a_stream_whose_replica_dies_ends_with_an_error(client: OpenAI, url: str) -> None:
+    slow = {"size": "512x512", "extra_body": {"method": "none", "previews": "all"}}
+    with client.images.generate(prompt="a red fox", stream=True, **slow) as stream:
+        next(iter(stream))
+        for pid in titled("ray::ServeReplica"):
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(APIError, match="the replica that worked on the request has died"):
+            list(stream)
+    assert wait_for(lambda: len(counts(url, "nextscale_ready")) == 2)
+
+
 def test_another_method_by_config(client: OpenAI) -> None:
     with Load(client) as load:
         deploy(user_config={**CONFIG, "method": "truncate:6"})
@@ -183,6 +202,28 @@ def test_another_method_by_config(client: OpenAI) -> None:
     assert set(map(str, load.answers)) == {"truncate:5", "truncate:6"}, "nothing was lost"
     first = load.answers.index("truncate:6")
     assert "truncate:5" in load.answers[:first]
+
+
+def test_health_while_the_only_replica_loads(url: str) -> None:
+    """Nobody who asks for it waits, and other requests do."""
+    deploy(num_replicas=1)
+    ended, found = threading.Event(), list[tuple[float, int, str]]()
+
+    def look() -> None:
+        while not ended.is_set():
+            begun = time.monotonic()
+            answer = httpx.get(f"{url}/health", timeout=60)
+            found.append((time.monotonic() - begun, answer.status_code, answer.text))
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    deploy(num_replicas=1, user_config={**CONFIG, "method": "truncate:6"})
+    ended.set()
+    thread.join(60)
+    assert {status for _, status, _ in found} == {200, 503}
+    assert max(seconds for seconds, _, _ in found) < 10
+    assert httpx.get(f"{url}/health").status_code == 200
 
 
 def busy(client: OpenAI, requests: int, code: Callable[[RateLimitError], None]) -> Counter[str]:
@@ -223,3 +264,8 @@ def test_replicas_follow_the_load(client: OpenAI, url: str) -> None:
     deploy(num_replicas=None, autoscaling_config={**scaling, **quick})
     with Load(client, 4):
         assert wait_for(lambda: len(counts(url, "nextscale_ready")) == 2)
+
+
+def test_an_application_that_is_deleted_may_come_back(url: str) -> None:
+    serve.delete(NAME)
+    require_to_come_back(url)

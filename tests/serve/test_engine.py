@@ -308,15 +308,17 @@ def test_out_of_memory_makes_batches_smaller(pipe, start, monkeypatch) -> None:
 
 
 def test_a_failed_job_leaves_the_queue(pipe, start, monkeypatch) -> None:
-    engine, gate = start(Limits(max_batch=1)), Gate(pipe, monkeypatch)
+    """So that what is left of it takes nobody's place in a batch."""
+    engine, gate = start(Limits(max_batch=2, batch_wait=0.2)), Gate(pipe, monkeypatch)
     gate.fault = lambda prompts: RuntimeError("planted") if 7 in prompts else None
     bad, good = Client(engine), Client(engine)
     bad.send(7, (1, 2, 3))
-    good.send(1)
+    for n in (1, 2):
+        good.send(n)
     gate.open.set()
-    good.wait_for(ends=1)
+    good.wait_for(ends=2)
     assert [str(event.error) for event in bad.events] == ["planted"]
-    assert len(gate.calls) == 2
+    assert [call["prompt"] for call in gate.calls] == [[7, 7], [7], [1, 2]]
 
 
 def test_a_batch_that_runs_again_shows_nothing_twice(start, monkeypatch) -> None:

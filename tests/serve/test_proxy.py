@@ -51,7 +51,6 @@ def says(status: int, headers: list[tuple[bytes, bytes]], *parts: bytes) -> Call
 @pytest.mark.parametrize(
     ("status", "code", "hint"),
     [
-        (404, "not_found", None),
         (429, "queue_full", "7000"),
         (500, "replica_died", "1000"),
         (503, "unavailable", "1000"),
@@ -66,6 +65,60 @@ def test_plain_errors_get_the_form(status: int, code: str, hint: str | None) -> 
     assert error["code"] == code
     assert given.get("retry-after-ms") == hint
     assert given["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("table", "status", "code"),
+    [
+        (says(200, JSON, b'{"/other":', b'"other"}'), 404, "not_found"),
+        (says(200, JSON, b"{}"), 503, "unavailable"),
+        (says(503, TEXT, b"no route table yet"), 503, "unavailable"),
+    ],
+)
+def test_an_application_that_is_away_may_come_back(table: Any, status: int, code: str) -> None:
+    """Ray says 404 before an application is there, and while it is deployed anew."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await (table if scope["path"] == "/-/routes" else says(404, TEXT, b"Path not found"))(scope, receive, send)
+
+    got, headers, body = answer(app)
+    assert (got, json.loads(body)["error"]["code"]) == (status, code)
+    assert headers.get("retry-after-ms") == (None if status == 404 else "1000")
+    assert headers["x-request-id"] == "mine"
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
+    """Ray sends nothing more when a replica dies, and the client would take that for the end."""
+    event = b'event: image_generation.partial_image\ndata: {"type": "image_generation.partial_image"}\n\n'
+
+    async def dies(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+
+    status, _, body = answer(dies)
+    assert status == 200
+    assert body.startswith(event + b"event: error\ndata: ")
+    assert body.endswith(b"\n\n")
+    error = json.loads(body.rpartition(b"data: ")[2])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == "replica_died"
+    whole = says(200, [(b"content-type", b"text/event-stream; charset=utf-8")], event, b"")
+    assert answer(whole)[2] == event, "one that ends well gets nothing more"
+
+
+def test_health_is_answered_while_nobody_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nextscale.serve.proxy.HEALTH_SECONDS", 0.05)
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:  # as Ray's proxy does
+            await says(503, TEXT, b"cancelled")(scope, receive, send)
+
+    status, headers, body = answer(waits, path="/health")
+    assert (status, json.loads(body)["error"]["code"]) == (503, "loading")
+    assert headers["retry-after-ms"] == "1000"
+    assert answer(says(200, JSON, b'{"status":"ready"}'), path="/health")[::2] == (200, b'{"status":"ready"}')
 
 
 def test_answers_of_the_app_pass() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 import nextscale.serve
 from nextscale.errors import NextscaleError
+from nextscale.methods.auto import best_method
 from nextscale.pipeline import Pipeline
 from nextscale.serve.engine import Engine
 from nextscale.serve.jobs import ImageJob, InvalidJob
@@ -19,11 +20,12 @@ def clipart() -> ServedModel:
     return ServedModel(Pipeline.from_pretrained(progress_bar=False))
 
 
-def test_the_embedded_model_has_measured_presets(clipart: ServedModel) -> None:
-    assert (clipart.name, clipart.method) == ("clipart", "nova:balanced")
+def test_the_embedded_model_has_a_measured_method(clipart: ServedModel) -> None:
+    balanced, fast = best_method("clipart"), best_method("clipart", "fast")
+    assert (clipart.name, clipart.method) == ("clipart", balanced)
     assert clipart.qualities == {
-        "low": "nova:fast",
-        **dict.fromkeys(("medium", "auto", "standard", "high"), "nova:balanced"),
+        "low": fast,
+        **dict.fromkeys(("medium", "auto", "standard", "high"), balanced),
         **dict.fromkeys(("hd", "xhigh", "max"), "none"),
     }
     other = ServedModel(clipart.pipe, name="other", method="truncate:2")
@@ -33,13 +35,17 @@ def test_the_embedded_model_has_measured_presets(clipart: ServedModel) -> None:
 
 
 def test_small_images_are_made_plainly_where_the_method_needs_more_scales(clipart: ServedModel) -> None:
-    assert clipart.method_of("auto", (512, 512)) == "nova:balanced"
-    assert clipart.method_of("auto", (256, 256)) == "none"
-    assert clipart.method_of("low", (384, 384)) == "nova:fast"
+    served = ServedModel(clipart.pipe, method="nova:balanced")
+    assert served.method_of("auto", (512, 512)) == "nova:balanced"
+    assert served.method_of("auto", (256, 256)) == "none"
 
 
-def test_a_model_without_a_measured_preset_is_run_plainly() -> None:
-    assert set(ServedModel(tiny_infinity()).qualities.values()) == {"none"}
+def test_a_model_without_a_measured_method_has_taper() -> None:
+    assert ServedModel(tiny_infinity()).qualities == {
+        "low": "taper:0.12",
+        **dict.fromkeys(("medium", "auto", "standard", "high"), "taper"),
+        **dict.fromkeys(("hd", "xhigh", "max"), "none"),
+    }
 
 
 def test_sizes_are_those_of_the_schedule_table(clipart: ServedModel) -> None:

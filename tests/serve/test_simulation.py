@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import math
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("httpx", reason="the benchmarks need it")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SECOND = {1: [1.0]}
+SECOND = {1: {1: [1.0]}}  # of a batch of one, however many replicas are busy
 
 
 @pytest.fixture
@@ -39,7 +43,7 @@ def test_requests_that_wait(scale: ModuleType) -> None:
 
 def test_batches(scale: ModuleType) -> None:
     """The first leaves alone after the wait; those that come meanwhile leave together."""
-    both = {1: [1.0], 2: [1.2]}
+    both = {1: {1: [1.0], 2: [1.2]}}
     done = scale.Simulation([0, 0.5, 0.6, 0.7], 1, both, batch_wait=0.005).run()
     assert latencies(done) == [1.005, 0.505 + 1.2, 0.405 + 1.2, 1.505 + 1.0]
     assert latencies(scale.Simulation([0, 0.001], 1, both, batch_wait=0.005).run()) == [1.201, 1.2]
@@ -62,8 +66,52 @@ def test_the_mean_wait_that_theory_knows(scale: ModuleType) -> None:
 def test_between_the_rates_that_were_tried(scale: ModuleType) -> None:
     points = [scale.Point(rate, p95) for rate, p95 in ((1.0, 1.0), (2.0, 2.0), (3.0, 6.0))]
     assert scale.sustained(points, 4.0) == pytest.approx(2.5)
-    assert scale.sustained(points, 9.0) == 3.0
     assert scale.sustained([*points[:2], scale.Point(3.0, float("inf"))], 4.0) == 2.0
+    assert math.isnan(scale.sustained(points, 9.0)), "the highest rate tried is not the limit"
+    assert math.isnan(scale.sustained(points, 0.5))
+
+
+def test_rates_rise_until_one_is_too_high(scale: ModuleType) -> None:
+    points = scale.climb(lambda rate: scale.Point(rate, rate), scale.rising([1.0, 2.0]), 3.0)
+    assert [point.rate for point in points] == pytest.approx([1, 2, 2.3, 2.645, 3.04175])
+    assert scale.sustained(points, 3.0) == pytest.approx(3.0)
+
+
+def test_who_is_alone_on_a_machine_is_faster(scale: ModuleType) -> None:
+    """It is not the number of replicas that slows them down, but how many of them are busy."""
+    shared = {1: {1: [1.0]}, 2: {1: [2.0]}}
+    assert latencies(scale.Simulation([0, 5], 2, shared).run()) == [1, 1]
+    assert latencies(scale.Simulation([0, 0.5, 5], 2, shared).run()) == [1, 2, 1]
+    assert latencies(scale.Simulation([0, 0], 3, shared).run()) == [1, 2], "three were not measured"
+
+
+@pytest.mark.parametrize(("slow", "within", "fails"), [(1.0, "0.15", False), (1.2, "0.15", True), (1.2, "0.8", False)])
+def test_a_prediction_that_is_too_far_off_fails(
+    scale: ModuleType, monkeypatch: pytest.MonkeyPatch, slow: float, within: str, fails: bool
+) -> None:
+    @contextlib.contextmanager
+    def replicas(number: int, *given: Any) -> Iterator[Any]:
+        """Real ones, slower than was measured."""
+        times = scale.Times({1: {1: [slow]}}, 0.0)
+        yield SimpleNamespace(
+            idle_seconds=lambda *given: slow,
+            point=lambda moments, rate: scale.simulated(times, number, moments, rate),
+        )
+
+    monkeypatch.setattr(scale, "replicas", replicas)
+    monkeypatch.setattr(scale, "measure", lambda options: scale.Times({1: {1: [1.0]}}, 0.0))
+    monkeypatch.setattr(sys, "argv", ["scale.py", "validate", "--target", "5", "--within", within])
+    with pytest.raises(SystemExit) as ended:
+        scale.main()
+    assert ended.value.code == fails
+
+
+def test_too_little_throughput_fails(scale: ModuleType) -> None:
+    cluster = importlib.import_module("cluster")
+    for found, code in ((0.9, False), (0.89, True), (float("nan"), True)):
+        with pytest.raises(SystemExit) as ended:
+            cluster.judge(found, 0.9)
+        assert ended.value.code == code
 
 
 def test_replicas_for_a_target(

@@ -15,7 +15,7 @@ from nextscale.checkpoints.families import FAMILIES, WORDS, backbones, family_of
 from nextscale.checkpoints.family import Family
 from nextscale.checkpoints.files import StateFile, open_states
 from nextscale.checkpoints.int8 import dequantized
-from nextscale.checkpoints.load import Progress, build
+from nextscale.checkpoints.load import Progress, build, outline
 from nextscale.checkpoints.locate import ModelFiles
 from nextscale.engine.schedule import PIXEL_BUDGETS
 from nextscale.errors import NextscaleError, choices
@@ -42,6 +42,10 @@ class Part:
     @property
     def nbytes(self) -> int:
         return sum(self.state.infos[key].nbytes for key in self.names)
+
+    def outline(self) -> Any:
+        """The module without its numbers."""
+        return outline(self.family.module, self.config, self.state, self.names)
 
     def build(self, dtype: torch.dtype, device: torch.device | str, progress: Progress | None = None) -> Any:
         return build(self.family.module, self.config, self.state, self.names, dtype, device, progress)

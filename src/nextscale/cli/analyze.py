@@ -38,7 +38,7 @@ def analyze(
         typer.Option(
             help="memory, flops, entropy, heatmaps, layers, spectra, token_spectra, activation, attention, kept, "
             "change, blocks; several as a,b. Default: these. Only by name, for they take many runs: saliency, "
-            "layer_roles, scale_depth, exit_measures, exit_blocks, restored; or all.",
+            "layer_roles, scale_depth, exit_measures, exit_blocks, restored, shares; or all.",
             show_default=False,
         ),
     ] = None,
@@ -60,18 +60,22 @@ def analyze(
     device: Device = None,
     revision: Revision = None,
 ) -> None:
-    """Draw the papers' figures for a model: entropies, spectra, layers, what methods keep."""
+    """Draw the papers' figures for a model: entropies, spectra, layers, what methods keep.
+
+    `nextscale analyze restored`, the name of a figure alone, draws that figure for an example prompt.
+    """
     from nextscale.io.writing import require_folder, require_writable
     from nextscale.methods.naming import parse_methods
     from nextscale.research.analyze.band import read_prompts
     from nextscale.research.analyze.data import store
-    from nextscale.research.analyze.figures import Figure, get_figures
+    from nextscale.research.analyze.figures import EXAMPLE, EXAMPLE_LABEL, FIGURES, Figure, get_figures
     from nextscale.research.analyze.report import write_report
     from nextscale.research.analyze.runs import warnings_once
     from nextscale.research.analyze.study import Study
     from nextscale.research.analyze.style import require_matplotlib
 
-    wanted = get_figures(figures)
+    named = figures is None and prompt in FIGURES
+    wanted = get_figures(prompt if named else figures)
     if methods is not None:
         parse_methods(methods)  # before a model is loaded for nothing
     require_folder(out)
@@ -82,6 +86,8 @@ def analyze(
     chosen = None if methods is None else parse_methods(methods, pipe.spec.name)
     labels = pipe.backbone.prompts == "label"
     size: dict[str, Any] = {"aspect_ratio": aspect_ratio, "pixel_budget": pixel_budget}
+    if named:
+        prompt = str(EXAMPLE_LABEL) if labels else EXAMPLE
     subject = read_prompt(prompt) if labels else prompt
     asked = [] if prompts is None else read_prompts(prompts, labels)
     study = Study(pipe, subject, seed, asked, seeds, chosen, size)

@@ -24,11 +24,13 @@ METHODS = (
     "sparsevar",
     "fastvar",
     "skipvar",
+    "ld_pruning",
     "taper",
     "drop_guidance",
     "truncate",
     "random_selection",
 )
+AUTO, LEVELS = "auto", ("balanced", "fast")
 RUNTIMES = ("eager", "compiled", "graphs")
 DTYPES = ("float32", "bfloat16", "float16")
 PIXEL_BUDGETS = ("0.06M", "0.25M", "0.60M", "1M", "4M")
@@ -49,7 +51,7 @@ def methods(incomplete: str) -> list[str]:
     start = max(incomplete.rfind(","), incomplete.rfind("+")) + 1
     before, word = incomplete[:start], incomplete[start:]
     name, colon, _ = word.partition(":")
-    offered = [f"{name}:{preset}" for preset in _presets(name)] if colon else ["none", *METHODS]
+    offered = [f"{name}:{preset}" for preset in _presets(name)] if colon else ["none", AUTO, *METHODS]
     return [before + each for each in one_of(offered)(word)]
 
 

@@ -142,7 +142,7 @@ def sweep(
         rows = [row for report in by_background(bench.items, cells, cost) for row in report.rows(others)]
         session.save(bench, asked, cells, rows)
         qualities = ("scenes", "psnr", "perceptual") if bench.with_features else ("scenes", "psnr", "ssim")
-        title = f"{bench.pipe.spec.name}, {len(bench.items)} images, {bench.pipe.device.type}"
+        title = f"{bench.pipe.spec.name}, {len(bench.items)} images, {bench.device}"
         draw_curves(rows, plan.curves, out / "curve.png", cost, qualities, title)
         where = f"nextscale eval sweep {name} --lists {lists} --cost {cost}: {title}"
         faithful = {entry for curve in plan.faithful for entry in plan.curves[curve]}
@@ -234,7 +234,7 @@ def _print(rows: Any, bench: Any, cost: str, others: dict[str, Any]) -> None:
         cells += [show(row.against[c]["psnr"], 2) if c in row.against else "–" for c in others]
         table.add_row(*cells)
     console().print(table)
-    where = f"{bench.pipe.device.type}, batch {bench.batch}, {bench.pipe.dtype}".replace("torch.", "")
+    where = f"{bench.device}, batch {bench.batch}, {bench.pipe.dtype}".replace("torch.", "")
     typer.echo(f"{len(bench.items)} images of {bench.pipe.spec.name} on {where}; speed = plain seconds / seconds")
     if bench.skipped:
         typer.echo(f"{len(bench.skipped)} prompts were skipped; {session.RESULTS} lists them")

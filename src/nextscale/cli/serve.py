@@ -26,7 +26,7 @@ def serve(
     method: Annotated[
         str,
         typer.Option(
-            help="Of requests that name none; auto: the preset measured on the model.",
+            help="Of requests that name none; auto: what was measured to be the best on the model.",
             autocompletion=complete.methods,
         ),
     ] = "auto",
@@ -104,11 +104,10 @@ def serve(
 
         serve_replicas(options, copies, host, port, grace=grace, log_level=log_level, say=typer.echo)
         return
-    from nextscale.methods.naming import PLAIN
+    from nextscale.methods.auto import AUTO, is_measured
     from nextscale.serve.app import create_app
     from nextscale.serve.engine import Engine
     from nextscale.serve.metrics import Metrics
-    from nextscale.serve.served_model import AUTO
     from nextscale.serve.server import is_loopback
     from nextscale.serve.server import serve as run
 
@@ -116,8 +115,10 @@ def serve(
     taken = listen(host, port)
     models = options.load()
     for served in models:
-        if method == AUTO and served.method == PLAIN:
-            typer.echo(f"{served.name}: no preset was measured on it, so all tokens are computed; --method chooses one")
+        if method == AUTO and not is_measured(served.name):
+            typer.echo(
+                f"{served.name}: no method was measured on it, so auto is {served.method}; none computes all tokens"
+            )
     metrics = Metrics()
     engine = Engine(models, options.limits, metrics)
     own_hosts_only = api_key is None and is_loopback(taken)

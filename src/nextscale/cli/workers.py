@@ -30,7 +30,7 @@ Replicas = Annotated[
 ]
 Resources = Annotated[
     str | None,
-    typer.Option(help="What each worker takes, as CPU=4. Default: GPU=1, or CPU=1 without GPUs.", show_default=False),
+    typer.Option(help="What each worker takes, as CPU=4; besides, GPU=1, or CPU=1 without GPUs.", show_default=False),
 ]
 
 

@@ -21,7 +21,7 @@ class Placement:
 
     address: str = "local"  # of the cluster; "local": one that is started on this machine
     replicas: int | None = None  # None: as many as there is room for
-    resources: tuple[tuple[str, float], ...] = ()  # of each; empty: a GPU if the cluster has any, else a core
+    resources: tuple[tuple[str, float], ...] = ()  # of each, besides a GPU if the cluster has any, or else a core
 
     @classmethod
     def read(cls, address: str | None, replicas: int | None, resources: str | None) -> Placement:
@@ -31,7 +31,7 @@ class Placement:
     def needs(self, device: str | None, cluster: Mapping[str, float]) -> dict[str, float]:
         """What each worker takes, on a device or on the best that the cluster has."""
         on_gpu = cluster.get(GPU, 0) >= 1 if device is None else device.startswith("cuda")
-        return dict(self.resources) or {GPU: 1.0} if on_gpu else {CPU: 1.0, **dict(self.resources)}
+        return {GPU if on_gpu else CPU: 1.0, **dict(self.resources)}
 
     def room(self, needs: Mapping[str, float], cluster: Mapping[str, float]) -> int:
         """How many workers to start."""

@@ -39,6 +39,13 @@ class Failure:
     details: str
 
 
+@dataclass(frozen=True)
+class Unusable:
+    """Why a worker can do nothing at all."""
+
+    message: str
+
+
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Mapping[str, float]]:
     """Join a cluster, or start one on this machine that ends with this process; yields its resources."""
@@ -59,14 +66,19 @@ def connected(address: str) -> Iterator[Mapping[str, float]]:
 
 
 class PipelineActor:
-    """A worker: it loads the pipeline once."""
+    """A worker: it loads the pipeline once. What the user can help it with keeps it from its work, not from being
+    there: of an actor that cannot be made, Ray has a traceback only."""
 
     def __init__(self, load: Load) -> None:
-        self.pipe = load()
-        self.pipe.progress_bar = False
+        self.unusable: Unusable | None = None
+        try:
+            self.pipe = load()
+            self.pipe.progress_bar = False
+        except NextscaleError as error:
+            self.unusable = Unusable(str(error))
 
     def do(self, work: Work[Any, Any], index: int, unit: Any) -> Numbered:
-        return index, attempt(work(self.pipe), unit)
+        return index, self.unusable or attempt(lambda unit: work(self.pipe)(unit), unit)
 
     def ping(self) -> None: ...
 
@@ -76,10 +88,15 @@ class DataActor(PipelineActor):
 
     def __init__(self, load: Load, work: Work[Any, Any]) -> None:
         super().__init__(load)
-        self.work = work(self.pipe)
+        self.work: Any = None
+        try:
+            if self.unusable is None:
+                self.work = work(self.pipe)
+        except NextscaleError as error:
+            self.unusable = Unusable(str(error))
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
-        results = [cloudpickle.dumps(attempt(self.work, pickle.loads(unit))) for unit in rows["unit"]]
+        results = [cloudpickle.dumps(self.unusable or attempt(self.work, pickle.loads(unit))) for unit in rows["unit"]]
         return {"index": rows["index"], "result": results}
 
 
@@ -152,9 +169,12 @@ def attempt(do: Callable[[Any], Any], unit: Any) -> Any:
 
 
 def without_failures(done: Iterable[Numbered], units: Sequence[U], name: Callable[[U], str]) -> Iterator[Numbered]:
-    """Pass results on; when all are there, or too many have failed, raise an error that names the failures."""
+    """Pass results on; when all are there, or too many have failed, raise an error that names the failures. A worker
+    that can do nothing ends them all."""
     failed: dict[int, Failure] = {}
     for index, result in done:
+        if isinstance(result, Unusable):
+            raise NextscaleError(f"a worker cannot begin: {result.message}")
         if not isinstance(result, Failure):
             yield index, result
             continue

@@ -72,13 +72,17 @@ def serve_replicas(
             user_config=as_config(options),
         )
         serve.run(made.bind(), name=NAME, route_prefix="/")
+        stop.is_loading = False
         say(f"ready at {url}")
         stop.asked.wait()
-    finally:
         say(f"shutting down, for at most {grace:g} s; again to stop now")
         serve.delete(NAME)
         serve.shutdown()
-        ray.shutdown()
+    except StopLoading:
+        say("stopped while loading")
+    finally:
+        stop.is_loading = False
+        ray.shutdown()  # and with it all processes, whatever they do
 
 
 def scaling(replicas: int | str, options: ServeOptions, have: Mapping[str, float]) -> dict[str, Any]:
@@ -107,11 +111,16 @@ def as_config(options: ServeOptions) -> dict[str, Any]:
     return {**given, **({"model": models} if models else {}), **({"cors_origin": origins} if origins else {})}
 
 
+class StopLoading(BaseException):
+    """No error, so that nobody on the way takes it for one."""
+
+
 class Stop:
-    """The first signal asks to stop, the second ends the process at once."""
+    """The first signal asks to stop, which nobody has to wait for while the models are loaded; the second ends the
+    process at once."""
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
+        self.asked, self.is_loading = threading.Event(), True
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
@@ -120,3 +129,5 @@ class Stop:
             os.write(2, b"stopped\n")
             os._exit(STOPPED)
         self.asked.set()
+        if self.is_loading:
+            raise StopLoading

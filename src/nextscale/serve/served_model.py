@@ -16,14 +16,15 @@ import torch
 from nextscale.engine.schedule import INFINITY_GRIDS, PIXEL_BUDGETS, infinity_schedule
 from nextscale.errors import NextscaleError, choices
 from nextscale.io.devices import Clock, total_memory
+from nextscale.methods.auto import AUTO, best_method
 from nextscale.methods.base import Method
-from nextscale.methods.naming import PLAIN, is_measured_on, read_method
+from nextscale.methods.naming import PLAIN, read_method
+from nextscale.models.registry import ModelSpec
 from nextscale.pipeline import Pipeline
 from nextscale.serve.jobs import ImageJob, InvalidJob
 from nextscale.serve.previews import decode_preview
 from nextscale.text.words import ENTRY_KINDS, WordEncoder
 
-AUTO = "auto"
 BUDGETS = tuple(budget for budget in PIXEL_BUDGETS if budget != "4M")  # for the last no model was trained
 MAX_PROMPT = 32_000  # characters
 MAX_KNOWN = 256  # sizes and methods whose times are remembered
@@ -32,21 +33,22 @@ Size = tuple[int, int]  # width, height: the order of the image API
 
 class ServedModel:
     def __init__(self, pipe: Pipeline, name: str | None = None, method: str = AUTO) -> None:
-        """`method` is what requests get that name none; "auto" the preset that was measured on this model."""
+        """`method` is what requests get that name none."""
         self.pipe, self.name = pipe, name or pipe.spec.name
         pipe.progress_bar = False
-        self.method = measured_preset(pipe.spec.name, "balanced") if method == AUTO else method
-        read_method(self.method)
+        model = pipe.spec.name
+        self.method = best_method(model) if method == AUTO else method
+        read_method(self.method, model)
         self.qualities = {
-            "low": measured_preset(pipe.spec.name, "fast", self.method),
-            "medium": measured_preset(pipe.spec.name, "balanced", self.method),
+            "low": best_method(model, "fast"),
+            "medium": best_method(model, "balanced"),
             **dict.fromkeys(("auto", "standard", "high"), self.method),
             **dict.fromkeys(("hd", "xhigh", "max"), PLAIN),
         }
         stride, schedule = pipe.tokenizer.stride, pipe.schedule()
         self.stride = stride
         self.default_size: Size = (schedule.last[1] * stride, schedule.last[0] * stride)
-        self.trained_sizes, self.sizes = self._sizes()
+        self.trained_sizes, self.sizes = served_sizes(pipe.spec, square=self.default_size, stride=stride)
         self.warm_sizes: list[Size] = [self.default_size]
         self.takes_labels = pipe.backbone.prompts == "label"
         self.clock = Clock(pipe.device)  # of the batch that runs
@@ -61,17 +63,6 @@ class ServedModel:
         # operations instead of spinning, which costs a twentieth.
         with ThreadPoolExecutor(1) as thread:
             return cls(thread.submit(Pipeline.from_pretrained, source, **options).result(), name, method)
-
-    def _sizes(self) -> tuple[list[Size], list[Size]]:
-        """Trained sizes, and all that are served: those first."""
-        spec, square = self.pipe.spec, self.default_size
-        if spec.family != "infinity":  # a model of one size
-            return [square], [square]
-        table = [(budget, infinity_schedule(ratio, budget).last) for budget in BUDGETS for ratio in INFINITY_GRIDS]
-        sizes = {(w * self.stride, h * self.stride): budget for budget, (h, w) in table}
-        trained = [(w, h) for h, w in spec.sizes] or [s for s, b in sizes.items() if b == spec.pixel_budget] or [square]
-        trained.sort(key=lambda s: (s != square, abs(s[0] / s[1] - 1)))
-        return trained, list(dict.fromkeys((*trained, *sorted(sizes))))
 
     def method_of(self, quality: str, size: Size) -> str:
         """The method of a quality; the plain run where that method needs more scales than images of a size have."""
@@ -201,6 +192,17 @@ class ServedModel:
         self.scale_seconds[key] = [0.8 * b + 0.2 * s for b, s in zip(before, seconds, strict=True)]
 
 
+def served_sizes(spec: ModelSpec, square: Size, stride: int) -> tuple[list[Size], list[Size]]:
+    """Trained sizes, and all that are served: those first."""
+    if spec.family != "infinity":  # a model of one size
+        return [square], [square]
+    table = [(budget, infinity_schedule(ratio, budget).last) for budget in BUDGETS for ratio in INFINITY_GRIDS]
+    sizes = {(w * stride, h * stride): budget for budget, (h, w) in table}
+    trained = [(w, h) for h, w in spec.sizes] or [s for s, b in sizes.items() if b == spec.pixel_budget] or [square]
+    trained.sort(key=lambda s: (s != square, abs(s[0] / s[1] - 1)))
+    return trained, list(dict.fromkeys((*trained, *sorted(sizes))))
+
+
 @contextlib.contextmanager
 def blaming(param: str) -> Iterator[None]:
     """Name the field that is to blame."""
@@ -208,8 +210,3 @@ def blaming(param: str) -> Iterator[None]:
         yield
     except NextscaleError as error:
         raise InvalidJob(str(error), param) from None
-
-
-def measured_preset(model: str, level: str, otherwise: str = PLAIN) -> str:
-    """The preset of NOVA that was measured on a model, if there is one."""
-    return f"nova:{level}" if is_measured_on("nova", level, model) else otherwise

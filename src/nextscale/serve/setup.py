@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 
 from nextscale.checkpoints import locate, pretrained
+from nextscale.checkpoints.pretrained import Blueprint
+from nextscale.engine.model import Model
 from nextscale.errors import NextscaleError, choices
 from nextscale.io.arguments import read_count, read_list, read_number, short_repr
 from nextscale.io.devices import as_device, as_dtype
@@ -19,7 +22,7 @@ from nextscale.models.fp8 import check_quantize
 from nextscale.models.registry import EMBEDDED
 from nextscale.runtime.registry import check_runtime
 from nextscale.serve.engine import Limits
-from nextscale.serve.served_model import AUTO, ServedModel, Size
+from nextscale.serve.served_model import AUTO, ServedModel, Size, served_sizes
 
 ON_GPU = 8  # images of a batch; on a CPU a larger batch gains nothing
 
@@ -72,7 +75,7 @@ class ServeOptions:
             raise NextscaleError("the API key must be letters, digits and signs of ASCII, without spaces")
         for origin in self.cors_origin:
             read_origin(origin)
-        read_sizes(self.warm)
+        sizes = read_sizes(self.warm)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = as_device(device).type == "cuda"
         dtype = self.dtype or ("bfloat16" if on_gpu else "float32")
@@ -80,9 +83,12 @@ class ServeOptions:
         as_dtype(dtype)
         check_runtime(runtime)
         check_quantize(self.quantize, as_device(device))
+        models = find_models(self.model)
+        if sizes:
+            require_sizes(sizes, [sizes_of(blueprint) for blueprint in models.values()])
         return dataclasses.replace(
             self,
-            model=tuple(find_models(self.model)),
+            model=tuple(models),
             max_batch=self.max_batch or (ON_GPU if on_gpu else 1),
             device=device,
             dtype=dtype,
@@ -108,16 +114,25 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def find_models(asked: Sequence[str]) -> Sequence[str]:
-    """Names and paths of models that are there and can be told apart; nothing is loaded yet."""
-    sources = asked or [EMBEDDED.name]
+def find_models(asked: Sequence[str]) -> dict[str, Blueprint]:
+    """Models that are there and can be told apart, by what they were asked for; nothing is loaded yet."""
     names: dict[str, str] = {}
-    for source in sources:
-        name = pretrained.read(locate.locate(source, None, None, locate.Hub())).spec.name
+    found: dict[str, Blueprint] = {}
+    for source in asked or [EMBEDDED.name]:
+        blueprint = pretrained.read(locate.locate(source, None, None, locate.Hub()))
+        name = blueprint.spec.name
         if name in names:
             raise NextscaleError(f"--model {names[name]!r} and {source!r} are both named {name}; serve one of them")
-        names[name] = source
-    return sources
+        names[name], found[source] = source, blueprint
+    return found
+
+
+def sizes_of(blueprint: Blueprint) -> list[Size]:
+    """The sizes of a model that is not loaded."""
+    backbone, tokenizer = blueprint.backbone.outline(), blueprint.tokenizer.outline()
+    last = Model(backbone, tokenizer, blueprint.spec).schedule().last
+    square = last[1] * tokenizer.stride, last[0] * tokenizer.stride
+    return served_sizes(blueprint.spec, square, tokenizer.stride)[1]
 
 
 def read_sizes(text: str | None) -> list[Size]:
@@ -131,16 +146,20 @@ def read_sizes(text: str | None) -> list[Size]:
     return sizes
 
 
+def require_sizes(sizes: Sequence[Size], served: Sequence[Sequence[Size]]) -> None:
+    """Refuse a size to be warm for that none of the models has."""
+    known = list(dict.fromkeys(itertools.chain(*served)))
+    for width, height in sizes:
+        if (width, height) not in known:
+            allowed = choices(f"{w}x{h}" for w, h in known)
+            raise NextscaleError(f"--warm {width}x{height} is not a size of the model; allowed: {allowed}")
+
+
 def add_warm_sizes(models: list[ServedModel], sizes: list[Size]) -> None:
     """Tell every model which of the sizes it is to be warm for."""
-    for width, height in sizes:
-        able = [model for model in models if (width, height) in model.sizes]
-        if not able:
-            allowed = choices(dict.fromkeys(f"{w}x{h}" for model in models for w, h in model.sizes))
-            raise NextscaleError(f"--warm {width}x{height} is not a size of the model; allowed: {allowed}")
-        for model in able:
-            if (width, height) not in model.warm_sizes:
-                model.warm_sizes.append((width, height))
+    for model in models:
+        able = [size for size in sizes if size in model.sizes]
+        model.warm_sizes = list(dict.fromkeys((*model.warm_sizes, *able)))
 
 
 def read_origin(text: str) -> str:

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -94,15 +95,22 @@ class ExportFolder:
     def scratch(self) -> Iterator[Path]:
         """Make a folder for unfinished files beside the images, as a killed process cannot clean up after itself.
 
-        What such a process left here goes when its shard is run again, or the whole.
+        What such a process left here goes when its shard is run again, or the whole. Every run has a folder of its own,
+        so that the workers of a dead driver can finish no file from then on: theirs is gone.
         """
-        path = self.root / f"{SCRATCH}{self.shard.suffix}"
+        mine = f"{SCRATCH}{self.shard.suffix}"
+        path = self.root / f"{mine}.{uuid.uuid4().hex[:8]}"
         try:
             if self.shard.count == 1:  # nobody else is here
-                for left in (*self.root.glob(f"{SCRATCH}*"), *self.root.glob(f"{LOCK}-*")):
-                    # A worker of a dead driver may write here for a moment still.
-                    shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink()
-            shutil.rmtree(path, ignore_errors=True)
+                old = [*self.root.glob(f"{SCRATCH}*"), *self.root.glob(f"{LOCK}-*")]
+            else:
+                old = [*self.root.glob(mine), *self.root.glob(f"{mine}.*")]
+            for n, left in enumerate(old):
+                if left.is_dir():
+                    # Under another name first: a worker that still writes into it could keep it from going.
+                    shutil.rmtree(left.rename(self.root / f"{path.name}.old{n}"), ignore_errors=True)
+                else:
+                    left.unlink()
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise NextscaleError(f"cannot write into {self.root}: {error.strerror}") from None

@@ -91,7 +91,7 @@ def export(
         groups = _left(folder, cut(mine, batch), scratch)
         advance(len(mine) - sum(map(len, groups)))
         # Before the first image: a folder of images alone is no export.
-        manifest.begin(run_facts(pipe, batch) if workers is None or not groups else None)
+        manifest.begin(run_facts(pipe, batch) if workers is None and groups else None)  # workers add their own
         maker = GroupMaker(folder, scratch, batch, options)
         begun = time.monotonic()
         for index, group in (workers or LocalWorkers(pipe)).map(maker, groups, lambda group: group[0].path):
