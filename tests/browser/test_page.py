@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from browsing import DESKTOP, KEY, Opener
 from PIL import Image
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Download, Page
+    from playwright.sync_api import Browser, Download, Page, Route
 
 FAST, SIZE = "truncate:4", "256x256"  # 6 of 10 scales
 PROMPT = "two foxes above a blue heart"
@@ -88,6 +89,44 @@ def wait_for(condition: Any, seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def fetched(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return json.load(response)
+
+
+class Models:
+    """Three models: the server's own, and two that are the same under another name and with a single size."""
+
+    sizes = {"beta": "256x256", "gamma": "384x384"}
+
+    def __init__(self, page: Page, server: str) -> None:
+        self.own = fetched(f"{server}/v1/models")["data"][0]["id"]
+        self.info = fetched(f"{server}/v1/models/{self.own}")
+        self.methods = fetched(f"{server}/v1/methods?model={self.own}")
+        self.slow = "-"  # requests with this part in their address wait
+        self.waiting: list[Route] = []
+        names = [{"id": name} for name in (self.own, *self.sizes)]
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": names}))
+        page.route(re.compile("/v1/(models/|methods)"), self.answer)
+        page.reload()
+        page.locator("#size option").first.wait_for(state="attached")
+
+    def answer(self, route: Route) -> None:
+        if self.slow in route.request.url:
+            self.waiting.append(route)
+        elif "methods" in route.request.url:
+            route.fulfill(json=self.methods)
+        else:
+            size = self.sizes.get(route.request.url.rsplit("/", 1)[1])
+            single = {"sizes": [size], "trained_sizes": [size], "default_size": size} if size else {}
+            route.fulfill(json={**self.info, "nextscale": {**self.info["nextscale"], **single}})
+
+    def release(self) -> None:
+        self.slow = "-"
+        for route in self.waiting:
+            self.answer(route)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +234,48 @@ def test_cancel_reaches_the_server(open_page: Opener, server: str) -> None:
     assert page.locator("#error").is_hidden()
     wait_for(lambda: metric(server, "nextscale_requests_canceled_total") == before + 1)
     wait_for(lambda: metric(server, "nextscale_images_running") == 0)
+
+
+def test_a_second_press_while_loading_starts_nothing(open_page: Opener, server: str) -> None:
+    open_page.expected = ("status of 503",)
+    page = open_page(server)
+    loading = True
+    started = []
+
+    def health(route: Route) -> None:
+        if loading:
+            route.fulfill(status=503, json={"status": "loading"})
+        else:
+            route.continue_()
+
+    page.route("**/health", health)
+    page.on("request", lambda request: request.method == "POST" and started.append(request.url))
+    page.reload()
+    page.fill("#prompt", PROMPT)
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    page.locator("#note", has_text="The model is loading").wait_for()
+    loading = False
+    page.locator("#cancel").wait_for()
+    page.wait_for_timeout(1500)
+    page.keyboard.press("Escape")
+    page.locator("#cancel").wait_for(state="hidden")
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("slow", ["models/beta", "methods?model=beta"])
+def test_the_model_chosen_last_wins(open_page: Opener, server: str, slow: str) -> None:
+    page = open_page(server)
+    models = Models(page, server)
+    models.slow = slow
+    with page.expect_request(lambda request: slow in request.url):
+        page.select_option("#model", "beta")
+    page.select_option("#model", "gamma")
+    page.locator("#size option[value='384x384']").wait_for(state="attached")
+    models.release()
+    page.wait_for_timeout(500)
+    assert page.input_value("#model") == "gamma"
+    assert page.locator("#size option").evaluate_all("all => all.map(option => option.value)") == ["384x384"]
 
 
 def test_comparison(compared: Page) -> None:
@@ -346,6 +427,42 @@ def test_key_and_full_queue(open_page: Opener, small_server: str) -> None:
     finished(page)  # by itself
 
 
+REFUSAL = {"error": {"message": "full", "type": "rate_limit_error", "param": None, "code": None}}
+
+
+def test_cancel_before_the_page_begins_to_wait(open_page: Opener, server: str) -> None:
+    open_page.expected = ("status of 429",)
+    page = open_page(server)
+    fill(page)
+    page.route(
+        "**/v1/images/generations",
+        lambda route: route.fulfill(status=429, headers={"retry-after": "90"}, json=REFUSAL),
+    )
+    page.evaluate("Response.prototype.json = async () => (document.getElementById('cancel').click(), {})")
+    page.click("#generate")
+    page.locator("#note", has_text="Canceled.").wait_for()
+
+
+def test_waiting_leaves_no_listeners(open_page: Opener, server: str) -> None:
+    open_page.expected = ("status of 429",)
+    page = open_page(server)
+    page.evaluate("""() => {
+        window.counts = { addEventListener: 0, removeEventListener: 0 };
+        for (const name in window.counts)
+            AbortSignal.prototype[name] = function (...given) {
+                window.counts[name] += 1;
+                EventTarget.prototype[name].apply(this, given);
+            };
+    }""")
+    page.route(
+        "**/v1/images/generations",
+        lambda route: route.fulfill(status=429, headers={"retry-after": "2"}, json=REFUSAL),
+        times=1,
+    )
+    generate(page)
+    assert page.evaluate("window.counts") == {"addEventListener": 2, "removeEventListener": 2}
+
+
 @contextlib.contextmanager
 def busy(server: str) -> Iterator[None]:
     """One long image runs and another waits; both clients leave in the end."""
@@ -391,22 +508,110 @@ def test_history_survives_a_reload(open_page: Opener, server: str) -> None:
     assert page.locator("#images li").count() == 0
 
 
-def test_history_is_bounded(open_page: Opener, server: str) -> None:
-    page = open_page(server)
-    generate(page)
-    page.evaluate("""async () => {
+def store_copies(page: Page, count: int, size: int = 0) -> None:
+    """Store copies of the first image; those with a size claim to have a preview of so many bytes."""
+    page.evaluate(
+        """async ([count, size]) => {
         const opened = indexedDB.open("nextscale");
         await new Promise((resolve) => (opened.onsuccess = resolve));
         const images = opened.result.transaction("images", "readwrite").objectStore("images");
         const all = images.getAll();
         await new Promise((resolve) => (all.onsuccess = resolve));
         const { id, ...copy } = all.result[0];
-        for (let i = 0; i < 40; i++) images.add(copy);
+        if (size) copy.made.steps = [{ blob: { size } }];
+        for (let i = 0; i < count; i++) images.add(copy);
         await new Promise((resolve) => (images.transaction.oncomplete = resolve));
-    }""")
+    }""",
+        [count, size],
+    )
+
+
+@pytest.mark.parametrize(("count", "size", "kept"), [(40, 0, 30), (6, 60_000_000, 4)])
+def test_history_is_bounded(open_page: Opener, server: str, count: int, size: int, kept: int) -> None:
+    """In images and in bytes: 200 MB are three copies of 60 MB and the new image."""
+    page = open_page(server)
+    generate(page)
+    store_copies(page, count, size)
     generate(page, seed=9)
-    assert page.locator("#images li").count() == 30
+    assert page.locator("#images li").count() == kept
     assert "seed 9" in (page.locator("#images button").first.get_attribute("aria-label") or "")
+
+
+def test_a_full_storage_is_said(open_page: Opener, server: str) -> None:
+    page = open_page(server)
+    fill(page)
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("Storage.overrideQuotaForOrigin", {"origin": server, "quotaSize": 1000})
+    page.click("#generate")
+    page.get_by_role("alert").filter(has_text="the browser's storage is full").wait_for(timeout=DONE)
+    page.locator("#download").wait_for()
+    page.locator("#cancel").wait_for(state="hidden")
+    assert page.locator("#images li").count() == 0
+
+
+def test_a_broken_history_is_said(open_page: Opener, server: str) -> None:
+    page = open_page(server)
+    generate(page)
+    page.evaluate("""() => {
+        const fail = () => { throw new Error("the disk is gone"); };
+        Object.assign(IDBObjectStore.prototype, { delete: fail, clear: fail, getAll: fail });
+    }""")
+    alert = page.get_by_role("alert")
+    page.get_by_role("button", name="Delete: ").click()
+    alert.filter(has_text="The image could not be deleted: the disk is gone.").wait_for()
+    page.click("#clear")
+    page.get_by_role("dialog").get_by_role("button", name="Delete all").click()
+    alert.filter(has_text="The history could not be deleted: the disk is gone.").wait_for()
+    page.evaluate("new BroadcastChannel('nextscale-history').postMessage('changed')")  # as another tab does
+    alert.filter(has_text="The history could not be read: the disk is gone.").wait_for()
+
+
+def test_an_image_is_shown_again_without_its_model(open_page: Opener, server: str) -> None:
+    open_page.expected = ("ERR_FAILED",)
+    page = open_page(server)
+    generate(page)
+    image = downloaded(page)
+    models = Models(page, server)
+    page.select_option("#model", "beta")
+    page.locator("#size option[value='256x256']").wait_for(state="attached")
+    page.route(f"**/v1/models/{models.own}", lambda route: route.abort())
+    page.locator("#images button").first.click()
+    page.get_by_role("alert").filter(has_text="The server does not answer").wait_for()
+    assert downloaded(page) == image
+
+
+def test_what_is_shown_again_is_made_again(open_page: Opener, server: str) -> None:
+    page = open_page(server)
+    generate(page, seed=None)
+    first, seed = downloaded(page), page.input_value("#seed")
+    generate(page, seed=None)
+    assert page.input_value("#seed") != seed
+    page.locator("#images li").nth(1).get_by_role("button", name="Show again").click()
+    page.locator("input[value=keep]:checked").wait_for(state="attached")
+    assert page.input_value("#seed") == seed
+    page.click("#generate")
+    finished(page)
+    assert downloaded(page) == first
+
+
+def test_the_focus_stays_in_the_history(open_page: Opener, server: str) -> None:
+    one = open_page(server)
+    generate(one, seed=1)
+    generate(one, seed=2)
+    label = "document.activeElement.ariaLabel"
+    one.get_by_role("button", name="Show again").nth(1).focus()
+    two = open_page(server, page=one)
+    generate(two, seed=3)
+    one.locator("#images li").nth(2).wait_for()
+    assert one.evaluate(label) == f"Show again: {PROMPT}, seed 1, {FAST}"
+    one.keyboard.press("Shift+Tab")
+    one.keyboard.press("Enter")
+    one.locator("#images li").nth(2).wait_for(state="detached")
+    assert one.evaluate(label) == f"Show again: {PROMPT}, seed 1, {FAST}"  # the next one took the place of seed 2
+    one.keyboard.press("Tab")
+    one.keyboard.press("Enter")
+    one.locator("#images li").nth(1).wait_for(state="detached")
+    assert one.evaluate(label) == f"Show again: {PROMPT}, seed 3, {FAST}"  # the last one has a neighbor before it
 
 
 def test_two_tabs(open_page: Opener, server: str) -> None:
@@ -429,21 +634,25 @@ def test_two_tabs(open_page: Opener, server: str) -> None:
 
 def test_completion(open_page: Opener, server: str) -> None:
     page = open_page(server)
-    prompt = page.get_by_role("combobox", name="Prompt")
+    page.locator("#prompt[aria-controls=words]").wait_for()
+    prompt = page.get_by_role("textbox", name="Prompt", exact=True)
     prompt.click()
     prompt.press_sequentially("two ted")
     options = page.locator("#words").get_by_role("option")
     assert options.all_inner_texts() == ["teddy bear\nobjects"]
+    assert page.get_by_role("status").inner_text() == "1 known word, ↓ to choose."
     page.keyboard.press("ArrowDown")
     chosen = prompt.get_attribute("aria-activedescendant")
     assert page.locator(f"#{chosen}").get_attribute("aria-selected") == "true"
     page.keyboard.press("Enter")
     assert prompt.input_value() == "two teddy bear "
-    assert prompt.get_attribute("aria-expanded") == "false"
+    assert page.locator("textarea[role], textarea[aria-expanded]").count() == 0  # a textbox has neither
     prompt.press_sequentially("ab")
     options.first.wait_for()
     page.keyboard.press("Escape")
     assert options.count() == 0
+    prompt.fill("a penguin in the snow")
+    options.first.wait_for(state="hidden")  # nothing lies over the buttons once a word is known
     prompt.fill("")
     page.keyboard.press("ArrowDown")  # all words
     assert options.count() > 300
@@ -598,6 +807,15 @@ CONTRAST = """() => {
             const around = behind(element.parentElement);
             describe("edge", ratio(over(parse(style.borderTopColor), around), around), 3);
         }
+        if (element.matches("button, .button, .segments, .segments :checked + span, .switch input")) {
+            const around = behind(element.parentElement);
+            const fill = behind(element);
+            const border = parseFloat(style.borderTopWidth) > 0 ? parse(style.borderTopColor) : [0, 0, 0, 0];
+            const bare = !border[3] && !parse(style.backgroundColor)[3]; // words or an icon alone
+            if (!bare) describe("edge", Math.max(ratio(over(border, around), around), ratio(fill, around)), 3);
+            if (element.matches("input"))
+                describe("knob", ratio(parse(getComputedStyle(element, "::before").backgroundColor), fill), 3);
+        }
     }
     return problems;
 }"""
@@ -607,9 +825,15 @@ CONTRAST = """() => {
 def test_contrast(compared: Page, open_page: Opener, server: str, theme: str) -> None:
     compared.emulate_media(color_scheme=theme, reduced_motion="reduce")
     compared.locator(f"html[data-theme={theme}]").wait_for(state="attached")  # the page is told of it by an event
+    compared.click("#clear")  # a dialog
+    assert compared.evaluate(CONTRAST) == []
+    compared.keyboard.press("Escape")
+    compared.hover("#images li")  # its button to delete
     assert compared.evaluate(CONTRAST) == []
     page = open_page(server, color_scheme=theme, reduced_motion="reduce")
     page.locator("#examples button").first.wait_for()
+    page.locator("#form details").evaluate_all("all => all.forEach((details) => (details.open = true))")
+    page.uncheck("#previews")
     page.click("#generate")  # an error
     page.locator("#prompt").press_sequentially("f")
     page.keyboard.press("ArrowDown")

@@ -45,7 +45,7 @@ USED = {
     "nextscale.kernels.feature_maps.fused_inputs": METHODS,
     "nextscale.kernels.bit_sampling.fused_entropy": (*LENS, "nova, ranked once"),
     "nextscale.kernels.logit_lens.fused_logit_lens": (*LENS, "nova, ranked once"),
-    "nextscale.kernels.logit_lens.fused_restored_logit_lens": LENS,
+    "nextscale.kernels.logit_lens.fused_restored_logit_lens": (*LENS, "nova, ranked once"),
     "nextscale.kernels.restore.fused_restore": ("nova", "nova, nearest", "nova, ranked once"),
     "nextscale.kernels.restore.fused_record": ("nova", "nova, nearest", "nova, ranked once"),
     "nextscale.kernels.restore.fused_scatter": ("nova, zero",),

@@ -226,6 +226,19 @@ def test_methods_and_json(method) -> None:
     assert eval(repr(method), {m.__name__: m for m in (*REGISTERED.values(), Compose)}) == method
 
 
+def test_toprovar_leaves_out_a_scale_in_which_nothing_is_kept(any_pipe) -> None:
+    """As if it had not been there, whatever uncomputed cells do."""
+    for uncomputed in ("sample", "nothing"):
+        out = ask(any_pipe, 2, method=ToProVAR(a_min=1.0, a_max=1.0, scale_stage=False, uncomputed=uncomputed))
+        scales = out.trace.image(0)["scales"]
+        empty = [e["scale"] for e in scales if not any(layer["kept"] for layer in e["layers"])]
+        assert empty == list(range(out.trace.image(0)["activation"]["scale"], len(scales) + 1))
+        assert all((out.tokens[t - 1] == -1).all() for t in empty)
+        short = ask(any_pipe, 2, method=Truncate(len(empty)), output_type="pt")
+        again = ask(any_pipe, 2, force_tokens=out.tokens, output_type="pt")
+        assert torch.equal(again.images, short.images)
+
+
 def test_kept_maps_in_a_file(infinity, tmp_path) -> None:
     import numpy as np
 

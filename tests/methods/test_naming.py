@@ -23,6 +23,7 @@ from nextscale.methods import (
     RandomSelection,
     SkipVAR,
     SparseVAR,
+    Taper,
     ToProVAR,
 )
 from nextscale.methods.naming import format_method, parse_method, parse_methods
@@ -160,8 +161,8 @@ def test_strings_in_python(var: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "unknown method ''; allowed: none, nova, toprovar"),
-        ("magic", "unknown method 'magic'; allowed: none, nova, toprovar"),
+        ("", "unknown method ''; allowed: none, auto, nova, toprovar"),
+        ("magic", "unknown method 'magic'; allowed: none, auto, nova, toprovar"),
         ("nova:", "'nova:' is not complete"),
         ("nova:t_est=8;", "is not complete"),
         ("nova:best", "nova has no preset 'best'; allowed: "),
@@ -215,3 +216,25 @@ def test_a_bare_name_is_the_preset_measured_on_the_model(caplog: pytest.LogCaptu
 
 def test_stored_methods_may_have_fields_that_are_gone() -> None:
     assert NOVA.from_fields({"allow_empty": False, "tau": 1.0}) == NOVA(tau=1.0)
+
+
+def test_auto_is_what_was_measured_on_the_model(caplog: pytest.LogCaptureFixture, tmp_path, monkeypatch) -> None:
+    caplog.set_level("INFO", logger="nextscale")
+    monkeypatch.setattr("nextscale.methods.package_data.PRESETS", tmp_path)
+    (tmp_path / "auto-mine.json").write_text('{"name": "auto", "balanced": "truncate:2", "fast": "truncate:3"}')
+    assert parse_method("auto", "mine") == parse_method("auto:balanced", "mine") == Truncate(2)
+    assert parse_method("auto:fast+drop_guidance:3", "mine") == Compose((Truncate(3), DropGuidance(3)))
+    assert caplog.messages[0] == "auto is truncate:2, which was measured to be the best"
+    caplog.clear()
+    assert (parse_method("auto", "var-d16"), parse_method("auto:fast")) == (Taper(), Taper(budget=0.12))
+    assert caplog.messages == [
+        "auto is taper, for no method was measured on var-d16",
+        "auto:fast is taper:0.12, for no method was measured on this model",
+    ]
+    with pytest.raises(NextscaleError, match=r"^auto has no level 'best'; allowed: balanced, fast$"):
+        parse_method("auto:best", "mine")
+
+
+def test_auto_of_the_embedded_model() -> None:
+    for level in ("balanced", "fast"):
+        assert isinstance(parse_method(f"auto:{level}", "clipart"), Method)

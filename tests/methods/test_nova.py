@@ -201,10 +201,12 @@ def test_the_host_links_layers_as_the_device_does(rule: LayerLinkage) -> None:
         assert [rule.kept(r, 100) for r in ratios] == layer_stats[:, 3, 0].tolist()
 
 
+@pytest.mark.parametrize("preset", ["paper", "literal"])
 @pytest.mark.parametrize("table", ["fastvar", "3/13:0.5 7/13:1 8/13:0.5 1:1"])
-def test_a_ratio_of_one_leaves_the_scale_out(any_pipe, table: str) -> None:
-    """As in FastVAR; with the table of its own, all that follow, too."""
-    method = NOVA(t_est=2, alpha=10, scale_linkage=False, scale_table=table)
+def test_a_ratio_of_one_leaves_the_scale_out(any_pipe, table: str, preset: str) -> None:
+    """As in FastVAR, however tokens are counted; with the table of its own, all that follow, too."""
+    ratios = {"t_est": 2, "alpha": 10.0, "scale_linkage": False, "scale_table": table}
+    method = dataclasses.replace(NOVA.preset(preset), **ratios)
     out = ask(any_pipe, 2, method=method)
     for image in out.trace.to_dict()["images"]:
         star, scales = image["activation"]["star"], image["scales"]
@@ -305,6 +307,39 @@ def test_tokens_given_back_make_the_same_image(infinity, var, method) -> None:
         assert all(map(torch.equal, again.tokens, out.tokens))
 
 
+def test_layers_are_measured_only_where_a_reduced_scale_may_follow(var, monkeypatch) -> None:
+    looked = []
+
+    def look(self, layer: int, x: torch.Tensor, ctx: ScaleContext) -> torch.Tensor:
+        looked.append((ctx.scale.index + 1, x.shape[1]))
+        return torch.ones(ctx.rows.images, x.shape[1])
+
+    monkeypatch.setattr(NOVAPolicy, "_lens", look)
+
+    def measured(**fields) -> list[int]:
+        looked.clear()
+        ask(var, 1, method=NOVA(t_est=3, **fields))
+        return sorted({t for t, _ in looked})
+
+    assert measured(alpha=0.0) == [4, 5, 6, 7], "any scale behind t_est may be t*"
+    assert measured(alpha=10.0, tau=2.0) == [4, 5, 6, 7]
+    assert all(tokens < t * t for t, tokens in looked if t > 4), "of reduced ones what a layer computes"
+    table = {"alpha": 10.0, "scale_linkage": False}
+    assert measured(scale_table="6/8:0 7/8:0.5 1:0.5", **table) == [6, 7]
+    assert measured(scale_table="6/8:0 7/8:1 1:0.5", **table) == [6], "the scale between is left out"
+    assert measured(scale_table="6/8:0 7/8:1 1:1", **table) == []
+    assert measured(layer_linkage=False) == []
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_an_empty_scale_adds_nothing_even_if_cells_are_sampled(count: int) -> None:
+    """With a lens the host does not know it before."""
+    policy, ctx = policy_for(5, probe="lens", uncomputed="sample")
+    ctx.chosen.append({"self": topk_select(torch.rand(1, 64), torch.tensor([count]))})
+    _, weight = policy.finalize(torch.zeros(1, 64, 4), ctx)
+    assert weight.tolist() == [[float(count > 0)] * 64]
+
+
 def test_with_one_selection_nothing_has_to_be_restored(infinity) -> None:
     """All layers leave out the same cells, and these add nothing: what the cache says is never seen."""
     once = {"t_est": 3, "alpha": 10.0, "layer_linkage": False, "probe": "previous", "uncomputed": "nothing"}
@@ -326,7 +361,10 @@ def packed(chosen: Selection, tokens: int) -> Packed:
 
 @torch.no_grad()
 @pytest.mark.parametrize("cache", ["residual", "zero"])
-def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, monkeypatch, cache: str) -> None:
+@pytest.mark.parametrize("probe", ["lens", "previous"])
+def test_a_lens_that_follows_filled_holes_sees_the_same(
+    infinity, patchified, monkeypatch, cache: str, probe: str
+) -> None:
     """What a GPU does, with every kernel written in torch: the lens looks at a scale's first state, and then only at
     what its layers changed."""
     looked = dict.fromkeys(("whole", "filled", "recorded"), 0)
@@ -374,7 +412,7 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
         look.entropy.copy_(entropy_of(look.products, *look.moments.unbind(-1), head, unit))
 
     keep = LayerLinkage.keep
-    method = NOVA(t_est=2, alpha=10, probe="lens", max_layer_keep=0.4, cache=cache)
+    method = NOVA(t_est=2, alpha=10, probe=probe, max_layer_keep=0.4, cache=cache)
     for pipe in (infinity, patchified):
         expected = ask(pipe, images=2, method=method)
         with monkeypatch.context() as patch:
@@ -399,7 +437,10 @@ def test_a_lens_that_follows_filled_holes_sees_the_same(infinity, patchified, mo
         reduced = {new["scale"] for new, _ in scales if new["ratio"]}
         assert reduced
         # Of every reduced scale the first layer is looked at as a whole, and no other.
-        assert looked["whole"] == len(reduced)
-        assert looked["filled"] == len(reduced) * (pipe.backbone.depth - 1)
+        depth, complete = pipe.backbone.depth, 0
+        if probe == "previous":  # for the scale behind: of the complete scale before them, but not of the last one
+            reduced, complete = reduced - {len(pipe.schedule(pixel_budget="0.06M"))}, 1
+        assert looked["whole"] == len(reduced) + complete * depth
+        assert looked["filled"] == len(reduced) * (depth - 1)
         assert bool(looked["recorded"]) == (cache == "residual")
         looked.update(dict.fromkeys(looked, 0))

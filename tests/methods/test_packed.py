@@ -241,7 +241,7 @@ METHODS: dict[str, Method] = {
     "nova, nothing": NOVA(t_est=2, alpha=0.0, uncomputed="nothing", probe="previous"),
     "nova, some unguided": NOVA(t_est=2, alpha=0.0) + DropGuidance(5),
     "fastvar": FastVAR(),
-    "sparsevar": SparseVAR(start_scale=0.6, tau=0.95, anchor=2, similarity=0.95),
+    "sparsevar": SparseVAR(start_scale=0.6, tau=0.92, anchor=2, similarity=0.95),
     "toprovar": ToProVAR(tau=0.45, a_max=0.9),
     "random": RandomSelection(NOVA(t_est=2, alpha=0.0)),
 }

@@ -170,6 +170,22 @@ def test_sparsevar_leaves_out_what_the_block_hardly_changed() -> None:
         assert torch.equal(cells, after)
 
 
+def test_sparsevar_excludes_what_lies_under_an_anchor_for_good() -> None:
+    """The anchor itself is computed, but on the next grid others are anchors."""
+    hand = Hand(SparseVAR(start_scale=0.8, tau=0.5, block=1.0, anchor=4, restore_mode="nearest"), layers=2)
+    for t in range(2):
+        hand.run(t)
+    low = torch.ones(3, 3)
+    low[1:, 1:] = 9
+    hand.run(2, change=torch.stack((torch.zeros(3, 3), low)))
+    changed = torch.zeros(4, 4)
+    changed[0, 0] = 7.0
+    for cells in hand.run(3, change=torch.stack((torch.zeros(4, 4), changed))):
+        assert cells[0, 0]
+    for cells in hand.run(4):
+        assert cells[:2, :2].tolist() == [[True, False], [False, False]]
+
+
 def test_fastvar_keeps_the_cells_far_from_the_mean() -> None:
     hand = Hand(FastVAR(scale_table="1:0.75", first_layer=0, last_layer=1))
     for t in range(4):

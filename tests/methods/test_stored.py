@@ -16,7 +16,7 @@ from nextscale.research.evaluate.sweep import read_sweep
 def test_every_preset_can_be_read_and_says_where_it_comes_from() -> None:
     import json
 
-    kinds = {"table", "decision"}
+    kinds = {"table", "decision", "entropies", "auto"}
     for path in PRESETS.glob("*.json"):
         kind, _, name = path.stem.partition("-")
         content = json.loads(path.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.methods import ENTROPIES
 from support.pipelines import ask, embeds
 
 from nextscale import NOVA, Pipeline
@@ -17,7 +19,7 @@ from nextscale.errors import NextscaleError
 from nextscale.methods import ToProVAR
 from nextscale.methods.naming import parse_methods
 from nextscale.methods.toprovar import ToProVARPolicy
-from nextscale.research.analyze import activation_scale, global_layers
+from nextscale.research.analyze import activation_scale, global_layers, shares
 from nextscale.research.analyze.band import Band, CategorizedPrompt, measure_band, read_prompts
 from nextscale.research.analyze.data import load, store
 from nextscale.research.analyze.figures import FIGURES, get_figures
@@ -135,9 +137,23 @@ def test_every_figure_and_its_data(kind: str, studies: dict[str, Study], tmp_pat
     for figure in FIGURES.values():
         path = store(figure.measure(studies[kind]), tmp_path, figure.name)
         assert path.stat().st_size < 500_000
-        if kind == "text" or figure.name in ("entropy", "activation", "kept", "restored", "exit_measures"):
+        if kind == "text" or figure.name in ("entropy", "activation", "kept", "restored", "exit_measures", "shares"):
             figure.draw(load(path), tmp_path / f"{figure.name}.png")  # from the data alone
             assert Image.open(tmp_path / f"{figure.name}.png").size[0] == 1200
+
+
+def test_shares_add_up_to_the_budget(var: Pipeline) -> None:
+    adaptive = f"taper:0.5;entropies={json.dumps(ENTROPIES)}"
+    asked = [CategorizedPrompt(label) for label in (1, 2, 3)]
+    data = shares.measure(Study(var, 4, 139, asked, 1, parse_methods(f"taper:0.5,{adaptive}+truncate:1,nova:t_est=3")))
+    assert list(data["methods"]) == ["taper:0.5", f"{adaptive}+truncate:1"]
+    assert sum(data["plain"]) == pytest.approx(1, abs=1e-5)
+    fixed, free = data["methods"].values()
+    assert sum(fixed["flops"]) == pytest.approx(0.5, rel=0.05)
+    assert fixed["kept"] == fixed["least"] == fixed["most"] == pytest.approx(fixed["planned"], abs=0.02)
+    assert all(a <= b <= c for a, b, c in zip(free["least"], free["kept"], free["most"], strict=True))
+    assert free["kept"][-1] == free["flops"][-1] == 0
+    assert all(flops <= plain for flops, plain in zip(fixed["flops"], data["plain"], strict=True))
 
 
 def test_every_category_and_none_that_is_reduced(tmp_path: Path) -> None:
@@ -191,6 +207,6 @@ def test_small_things(var: Pipeline) -> None:
     assert quoted(4) == "class 4"
     assert list(default_methods(var)) == ["nova", "toprovar", "sparsevar", "fastvar", "truncate:1"]
     assert [f.name for f in get_figures("blocks, entropy")] == ["blocks", "entropy"]
-    by_name = ["saliency", "layer_roles", "scale_depth", "exit_measures", "exit_blocks", "restored"]
+    by_name = ["saliency", "layer_roles", "scale_depth", "exit_measures", "exit_blocks", "restored", "shares"]
     assert [f.name for f in get_figures(None)] == [name for name in FIGURES if name not in by_name]
     assert [f.name for f in get_figures("blocks,all")] == ["blocks", *(name for name in FIGURES if name != "blocks")]

@@ -103,6 +103,17 @@ def test_restored_codes_and_seeds(weights: Path, tmp_path: Path, run, capsys: py
     assert run("4", *given, "--figures", "entropy", "--seeds", "0") == 2
 
 
+@pytest.mark.parametrize("name", ["restored", "shares"])
+def test_a_figure_alone_is_drawn_for_an_example(
+    name: str, weights: Path, tmp_path: Path, run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(name, "--weights", weights, "--device", "cpu", "--out", tmp_path / "out") == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [f"{name}.json", f"{name}.png"]
+    assert json.loads((tmp_path / "out" / f"{name}.json").read_text())["prompts"] == [0]
+    assert ("restored=before" in capsys.readouterr().out) == (name == "restored")
+    assert run(name, "--weights", weights, "--out", tmp_path / "out", "--figures", "entropy") == 2, "a prompt"
+
+
 def test_bad_commands(
     weights: Path, tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,7 +159,7 @@ def test_bad_commands(
         return capsys.readouterr().err
 
     assert "unknown method 'magic'" in said("a fox", *out, "--method", "magic")
-    assert "unknown method 'magic'; allowed: none, nova" in said("a fox", *out, "--methods", "none,magic")
+    assert "unknown method 'magic'; allowed: none, auto, nova" in said("a fox", *out, "--methods", "none,magic")
     assert "names no method" in said("a fox", *out, "--methods", "none")
     assert "either --methods, or --method" in said("a fox", *out, "--methods", "nova", "--preset", "paper")
     assert "needs a fitted decision" in said("4", *out, "--weights", weights, "--methods", "truncate:1,skipvar")

@@ -366,6 +366,9 @@ def test_the_named_sweeps_can_all_be_read() -> None:
         sweep = read_sweep(name)
         assert "none" in sweep.methods
         assert sweep.about
+    for name in ("main", "methods"):
+        assert "truncate:6" in read_sweep(name).methods, "a curve reaches down to what NOVA() costs"
+    assert "sparsevar:anchor=0" in read_sweep("sparsevar-table4").methods
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from nextscale import (
     NOVA,
     DropGuidance,
     FastVAR,
+    LDPruning,
     RandomSelection,
     SkipVAR,
     SparseVAR,
@@ -58,6 +59,8 @@ METHODS = {
     "sparsevar, strict": SparseVAR(start_scale=0.5, tau=1.0, anchor=3, similarity=1.0),
     "fastvar": FastVAR(),
     "fastvar, hart": FastVAR.preset("hart"),
+    "ld_pruning": LDPruning(rho=0.6),
+    "ld_pruning, loose": LDPruning(rho=0.4, delta=2.0, skip=1),
     "taper": Taper(budget=0.4),
     "taper, adaptive": Taper(budget=0.5, entropies=ENTROPIES),
     "truncate": Truncate(2),
@@ -72,6 +75,7 @@ NOTHING = {
     "toprovar": ToProVAR(tau=1.0),
     "sparsevar": SparseVAR(tau=0.0),
     "fastvar": FastVAR(scale_table="1:0"),
+    "ld_pruning": LDPruning(scales=0, delta=0),
     "taper": Taper(budget=1.0),
     "truncate": Truncate(0),
     "random selection": RandomSelection(Truncate(0)),
@@ -83,7 +87,7 @@ SHAPES: tuple[dict, ...] = ({}, {"greedy": True}, {"guidance_layers": -1}, {"gui
 
 CAPTURED = {
     "nova": NOVA(t_est=2, alpha=0.0),
-    "nova, early": NOVA(t_est=2, alpha=10, tau=2.0),
+    "nova, early": NOVA(t_est=2, alpha=10, tau=2.2),  # no cells at the edge are equally uncertain
     "nova, literal": replace(LITERAL, t_est=2, alpha=10, tau=2.0),
     "nova, lens": NOVA(t_est=2, alpha=10, probe="lens", tau=2.0),
     "nova, bits": NOVA(t_est=2, alpha=10, unit="bit", entropy_of="guided", cache="feature", uncomputed="nothing"),
@@ -94,6 +98,7 @@ CAPTURED = {
     "nova, attention": NOVA(t_est=2, alpha=10, metric="attention"),
     "nova, mse": NOVA(t_est=2, alpha=10, metric="mse"),
     "nova and guidance": NOVA(t_est=2, alpha=10) + DropGuidance(4),
+    "ld_pruning": LDPruning(rho=0.6, delta=2.0),
     "taper": Taper(budget=0.4),
     "taper, adaptive": Taper(budget=0.6, entropies=ENTROPIES),
     "random selection": RandomSelection(NOVA(t_est=2, alpha=10), seed=3),

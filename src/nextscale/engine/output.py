@@ -27,7 +27,7 @@ from nextscale.version import __version__
 class Output:
     images: Any  # list of PIL images, or an array or tensor, as asked by `output_type`
     trace: Trace
-    tokens: list[Tensor]  # per scale [B, N] indices or [B, N, d] bits, int32; -1 where an image did not run
+    tokens: list[Tensor]  # per scale [B, N] indices or [B, N, d] bits, int32; -1 where a cell added nothing
     seeds: list[int | None]  # None where a generator was given
 
 

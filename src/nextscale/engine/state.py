@@ -50,7 +50,7 @@ class GenerationState:
         self.schedule = schedule
         self.stopped_after: list[int | None] = [None] * len(images)
         self.leaving: frozenset[int] = frozenset()  # images that the caller wants no more of
-        # Per scale [B, N] or [B, N, d]; -1 where an image did not run.
+        # Per scale [B, N] or [B, N, d]; -1 where a cell added nothing, as all do where an image did not run.
         shapes = [(len(images), s.tokens, *backbone.token_shape) for s in schedule]
         self.tokens = tokens or [torch.full(shape, -1, dtype=torch.int32, device=features.device) for shape in shapes]
         like = len(self.rows.all), backbone.heads, backbone.head_dim, backbone.dtype, backbone.device

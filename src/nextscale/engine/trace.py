@@ -19,7 +19,7 @@ from nextscale.io.arguments import read_choice, read_count, read_path
 from nextscale.io.writing import atomic_write, finite
 
 if TYPE_CHECKING:
-    from nextscale.methods.policy import Choices, Decision, Policy, ScaleContext
+    from nextscale.methods.policy import Choices, Decision, Explanation, Policy, ScaleContext
     from nextscale.models.base import Backbone, Conditioning
 
 SCHEMA = 1
@@ -63,12 +63,13 @@ class Costs:
     per_token: dict[str, int]  # FLOPs of a part, besides
     per_key: dict[str, int]  # those for every key that a token sees
     head: int
+    context: int = 0  # tokens that run in front of the first scale's own
 
     @classmethod
     def of(cls, backbone: Backbone) -> Costs:
         fixed = {part: backbone.flops(part, 1, 0) for part in backbone.sublayers}
         growing = {part: backbone.flops(part, 1, 1) - fixed[part] for part in backbone.sublayers}
-        return cls(backbone.depth, backbone.sublayers, fixed, growing, backbone.head_flops(1))
+        return cls(backbone.depth, backbone.sublayers, fixed, growing, backbone.head_flops(1), backbone.context)
 
     def flops(self, part: str, tokens: int, keys: int) -> int:
         return tokens * (self.per_token[part] + self.per_key[part] * keys)
@@ -173,6 +174,8 @@ class Trace:
             "ratio": 1.0,
             "layers": [],
         }
+        if why.share is not None:
+            entry["share"] = why.share
         record = self.records.get(scale.index)
         if record is None or image not in record.rows.image_ids:
             return entry, 0
@@ -200,27 +203,47 @@ class Trace:
         entry.update(ran=True, context=record.context, rows=len(places), ratio=mean if why.ratio is None else why.ratio)
         return entry, flops
 
+    def _scales(self, image: int, why: Explanation) -> tuple[list[dict[str, Any]], list[int]]:
+        """The scales of one image and the FLOPs of each."""
+        cached = [0] * self.costs.depth
+        found = [self._scale(image, scale, cached, why.decision(scale)) for scale in self.schedule]
+        return [entry for entry, _ in found], [flops for _, flops in found]
+
+    def flops(self, image: int) -> list[int]:
+        """The FLOPs of every scale of an image."""
+        image = read_count(image, "image", 0, len(self.images) - 1)
+        assert self.policy is not None, "the call is over"
+        return self._scales(image, self.policy.explain(image))[1]
+
+    def plain_flops(self, image: int) -> list[int]:
+        """The FLOPs of every scale in a run that leaves nothing out."""
+        image = read_count(image, "image", 0, len(self.images) - 1)
+        text, found = self._text_lengths(image), []
+        context = self.records[0].context if 0 in self.records else 0
+        for scale in self.schedule:
+            flops = 0
+            for branch in range(self._plain_rows(scale)):
+                keys = {"self": context + scale.start + scale.tokens, "cross": text[branch]}
+                tokens = scale.tokens if scale.index else context + scale.tokens
+                per_layer = sum(self.costs.flops(p, tokens, keys.get(p, 0)) for p in self.costs.parts)
+                flops += self.costs.depth * per_layer + scale.tokens * self.costs.head
+            found.append(flops)
+        return found
+
+    def _plain_rows(self, scale: Scale) -> int:
+        return 2 if scale.index < self.guided_until else 1
+
     def image(self, image: int) -> dict[str, Any]:
         """The entry of an image in `to_dict()`."""
         image = read_count(image, "image", 0, len(self.images) - 1)
         assert self.policy is not None, "the call is over"
         why = self.policy.explain(image)
         who, depth = self.images[image], self.costs.depth
-        cached = [0] * depth
-        entries, flops, full_rows, full_flops = [], 0, 0, 0
-        text = self._text_lengths(image)
-        context = self.records[0].context if 0 in self.records else 0
-        for scale in self.schedule:
-            entry, cost = self._scale(image, scale, cached, why.decision(scale))
-            entries.append(entry)
-            flops += cost
-            rows = 2 if scale.index < self.guided_until else 1
-            full_rows += depth * scale.tokens * rows
-            for branch in range(rows):
-                keys = {"self": context + scale.start + scale.tokens, "cross": text[branch]}
-                tokens = scale.tokens if scale.index else context + scale.tokens
-                per_layer = sum(self.costs.flops(p, tokens, keys.get(p, 0)) for p in self.costs.parts)
-                full_flops += depth * per_layer + scale.tokens * self.costs.head
+        entries, flops = self._scales(image, why)
+        full_flops = sum(self.plain_flops(image))
+        if why.budget is not None:
+            for entry, spent in zip(entries, itertools.accumulate(flops), strict=True):
+                entry["budget_left"] = why.budget - spent / full_flops
         kept = [sum(layer["kept"] for layer in e["layers"]) for e in entries]
         return {
             "index": image,
@@ -233,8 +256,8 @@ class Trace:
             "tokens_computed": sum(kept),
             "tokens_full": depth * self.schedule.tokens,
             "row_tokens_computed": sum(k * e["rows"] for k, e in zip(kept, entries, strict=True)),
-            "row_tokens_full": full_rows,
-            "flops": flops,
+            "row_tokens_full": depth * sum(scale.tokens * self._plain_rows(scale) for scale in self.schedule),
+            "flops": sum(flops),
             "flops_full": full_flops,
         }
 
@@ -285,13 +308,17 @@ class Trace:
         """A table of the first image: scales, rows, tokens kept."""
         data = self.to_dict()
         image = data["images"][0]
+        budgeted = "budget_left" in image["scales"][0]
         lines = ["scale  grid       rows  tokens  ratio  kept per layer (mean)"]
+        lines[0] += "  planned  budget left" if budgeted else ""
         for e in image["scales"]:
             kept = sum(layer["kept"] for layer in e["layers"]) / max(len(e["layers"]), 1)
             grid = f"{e['grid'][0]}x{e['grid'][1]}"
             lines.append(
                 f"{e['scale']:>5}  {grid:<9}  {e['rows']:>4}  {e['tokens']:>6}  {e['ratio']:>5.2f}  {kept:>8.1f}"
             )
+            if budgeted:
+                lines[-1] += f"{e.get('share', 1.0):>22.0%}  {e['budget_left']:>11.1%}"
         active = image["activation"]
         if active["reason"] != "none":
             since = f"from scale {active['scale']}" if active["scale"] else "no scale reduced"

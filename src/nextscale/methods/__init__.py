@@ -9,6 +9,7 @@ from nextscale.methods.base import Method, check_stored
 from nextscale.methods.compose import Compose
 from nextscale.methods.drop_guidance import DropGuidance
 from nextscale.methods.fastvar import FastVAR
+from nextscale.methods.ld_pruning import LDPruning
 from nextscale.methods.nova import NOVA
 from nextscale.methods.random_selection import RandomSelection
 from nextscale.methods.skipvar import SkipVAR
@@ -18,7 +19,19 @@ from nextscale.methods.toprovar import ToProVAR
 from nextscale.methods.truncate import Truncate
 
 METHODS: dict[str, type[Method]] = {
-    m.name: m for m in (NOVA, ToProVAR, SparseVAR, FastVAR, SkipVAR, Taper, DropGuidance, Truncate, RandomSelection)
+    m.name: m
+    for m in (
+        NOVA,
+        ToProVAR,
+        SparseVAR,
+        FastVAR,
+        SkipVAR,
+        LDPruning,
+        Taper,
+        DropGuidance,
+        Truncate,
+        RandomSelection,
+    )
 }
 
 __all__ = [
@@ -27,6 +40,7 @@ __all__ = [
     "Compose",
     "DropGuidance",
     "FastVAR",
+    "LDPruning",
     "Method",
     "RandomSelection",
     "SkipVAR",

@@ -111,6 +111,7 @@ def _read_methods(value: Any, name: str) -> tuple[Method, ...]:
 _READERS: dict[Any, Callable[[Any, str], Any]] = {
     "int": functools.partial(read_count, least=-MAX_COUNT),
     "float": read_number,
+    "float | None": lambda value, name: None if value is None else read_number(value, name),
     "bool": read_flag,
     "str": read_text,
     "Method": _read_method,

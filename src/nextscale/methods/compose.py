@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +145,7 @@ class ComposedPolicy(Policy):
         ordered = sorted(self.policies, key=lambda p: p is not self.selecting)
         found = [p.explain(image) for p in ordered]
         activation = next((e.activation for e in found if e.activation.scale is not None), found[0].activation)
-        return Explanation(activation, self.selecting.explain(image).decisions)
+        return dataclasses.replace(self.selecting.explain(image), activation=activation)
 
     def release(self) -> None:
         super().release()

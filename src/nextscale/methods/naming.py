@@ -9,7 +9,7 @@ The one grammar of the command line, of sweeps and of `pipe(..., method="nova:ba
     value   = JSON | bare word | (method)
 
 Separators inside brackets or double quotes belong to the value. A bare name takes the preset `balanced` if it was
-measured on the model at hand, otherwise the method's defaults.
+measured on the model at hand, otherwise the method's defaults. `auto` and `auto:fast` name the best of all methods.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 from nextscale.errors import NextscaleError, choices
 from nextscale.io.arguments import short_repr
 from nextscale.methods import METHODS, Compose, Method
+from nextscale.methods.auto import AUTO, best_method, is_measured
 from nextscale.methods.base import read_stored
 from nextscale.methods.package_data import stored, stored_names
 
@@ -86,6 +87,12 @@ def is_measured_on(method: str, preset: str, model: str | None) -> bool:
 
 def _part(text: str, model: str | None = None) -> Method:
     name, colon, rest = text.partition(":")
+    if name.strip() == AUTO:
+        best = best_method(model, *([rest] if colon else []))
+        known = is_measured(model)
+        why = "which was measured to be the best" if known else f"for no method was measured on {model or 'this model'}"
+        logger.log(logging.INFO if known else logging.WARNING, "%s is %s, %s", text, best, why)
+        return _part(best, model)
     cls = _class(name.strip())
     if not colon and is_measured_on(cls.name, MEASURED, model):
         logger.info("%s is %s:%s, the preset that was measured on %s", cls.name, cls.name, MEASURED, model)
@@ -142,7 +149,7 @@ def _class(name: str) -> type[Method]:
 
 
 def _allowed() -> str:
-    return f"{PLAIN}, {choices(METHODS)}"
+    return f"{PLAIN}, {AUTO}, {choices(METHODS)}"
 
 
 def _preset(cls: type[Method], piece: str) -> Method | None:
@@ -169,7 +176,7 @@ def read_field(method: Method, piece: str) -> dict[str, Any]:
         name, written = next(iter(known)), piece
         if not _reads_as_number(piece):
             raise NextscaleError(f"{method.name}: {piece!r} is not of the form field=value; fields: {choices(known)}")
-        if isinstance(known[name], bool) or not isinstance(known[name], (int, float)):
+        if isinstance(known[name], bool) or not isinstance(known[name], (int, float, type(None))):
             raise NextscaleError(f"{method.name}: a number sets its first field, and {name} is none; write field=value")
     if name not in known:
         raise NextscaleError(f"{method.name} has no field {name!r}; allowed: {choices(known)}")

@@ -132,6 +132,7 @@ class Decision:
     ratio: float | None = None  # None: the counts say it
     layer_entropy: tuple[float, ...] = ()
     layer_ratio: tuple[float, ...] = ()
+    share: float | None = None  # of the cells that was planned to be kept, where that was known before
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Explanation:
 
     activation: Activation = Activation()
     decisions: Mapping[int, Decision] = field(default_factory=dict)  # by scale, from 1
+    budget: float | None = None  # share of the plain run's FLOPs that was to be spent
 
     def decision(self, scale: Scale) -> Decision:
         return self.decisions.get(scale.index + 1, Decision())

@@ -46,6 +46,7 @@ class CachedPolicy(Policy):
             self.uncomputed = "sample" if context.bits is None else "nothing"
         self.required = math.ceil(required * context.depth - 1e-9)  # layers
         self.tracks_computed = self.uncomputed == "nothing"
+        self.may_keep_nothing = False  # in a scale; the host leaves it out if it knows, else it adds nothing
         self.after = after  # scales that are never followed by a reduced one need not be recorded
         self.computed: Tensor | None = None  # cells [B, N] of this scale that enough layers computed, if it matters
         self.capabilities = Capabilities(
@@ -114,16 +115,19 @@ class CachedPolicy(Policy):
         return scatter(x + cached, chosen, y), scatter(cached, chosen, y - gather(x, chosen))
 
     def finalize(self, x: Tensor, ctx: ScaleContext) -> tuple[Tensor, Tensor | None]:
-        """Count the layers that computed each cell."""
+        """Count the layers that computed each cell. A scale in which none computed any adds nothing."""
         taken = [next(iter(chosen.values())) for chosen in ctx.chosen]
         reduced = [chosen for chosen in taken if chosen is not None]
-        if not reduced or not self.tracks_computed:
+        if not reduced or not (self.tracks_computed or self.may_keep_nothing):
             self.computed = None
             return x, None
         masks = {id(chosen): chosen.mask(ctx.scale.tokens)[: ctx.rows.images] for chosen in reduced}
         if len(masks) == 1 and len(taken) - len(reduced) < self.required:  # all layers share one selection
-            (self.computed,) = masks.values()
+            computed = somewhere = next(iter(masks.values()))
         else:
             layers = torch.stack([masks[id(chosen)] for chosen in reduced]).sum(0) + (len(taken) - len(reduced))
-            self.computed = layers >= self.required
-        return x, self.computed.float() if self.uncomputed == "nothing" else None
+            computed, somewhere = layers >= self.required, layers > 0
+        self.computed = computed if self.tracks_computed else None
+        if self.uncomputed == "nothing":
+            return x, computed.float()
+        return x, somewhere.any(1, keepdim=True).expand_as(somewhere).float() if self.may_keep_nothing else None

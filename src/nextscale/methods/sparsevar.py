@@ -76,15 +76,16 @@ class SparseVARPolicy(Policy):
         assert change is not None, "every image ran the scale before"
         before = self.memory["excluded"].read(images, grid, "nearest")
         excluded = None if before is None else before[..., 0] > 0
-        keep = self._keep(change[..., 0], excluded, self._anchors(grid, change.device))
-        self.memory["excluded"].store(images, grid, (~keep).float()[..., None])
-        self.keep = keep
+        anchors = self._anchors(grid, change.device)
+        low = self._low(change[..., 0], excluded, anchors)
+        self.memory["excluded"].store(images, grid, low.float()[..., None])  # anchors, too: on the next grid others are
+        self.keep = keep = ~low | anchors
         self.chosen = for_rows(ctx.rows, functools.partial(topk_select, keep.float(), keep.sum(1)))
 
-    def _keep(self, change: Tensor, excluded: Tensor | None, anchors: Tensor) -> Tensor:
-        """The cells [B, N] that stay, by how much they changed and which were out before."""
+    def _low(self, change: Tensor, excluded: Tensor | None, anchors: Tensor) -> Tensor:
+        """The cells [B, N] that are out: those that changed little, and those that were out; anchors run anyway."""
         low = change < self.method.tau * change.amax(1, keepdim=True)
-        return ~(low if excluded is None else low | excluded) | anchors
+        return low if excluded is None else low | excluded
 
     def _anchors(self, grid: Grid, device: torch.device) -> Tensor:
         if not self.method.anchor:

@@ -16,7 +16,15 @@ from nextscale.engine.schedule import Grid, Scale, Schedule
 from nextscale.engine.trace import Costs
 from nextscale.errors import NextscaleError
 from nextscale.methods.base import Method
-from nextscale.methods.policy import Activation, Explanation, Group, PolicyContext, ScaleContext, ScalePlan
+from nextscale.methods.policy import (
+    Activation,
+    Decision,
+    Explanation,
+    Group,
+    PolicyContext,
+    ScaleContext,
+    ScalePlan,
+)
 from nextscale.methods.restore import CachedPolicy
 from nextscale.methods.selection import Selection, for_rows, topk_select
 from nextscale.methods.token_cache import resize_tokens
@@ -31,6 +39,7 @@ MOST_UNGUIDED = 0.9  # of the very last scale: rather than more of it, its guida
 CAP = 1.5  # times the budget that no image exceeds
 HALVINGS = 40
 MODE = "bilinear"  # how a map is enlarged
+BUDGET = 0.25
 
 
 @dataclass(frozen=True)
@@ -46,19 +55,21 @@ class Taper(Method):
     name = "taper"
     summary = "Runs cheap scales whole, of the next ones the uncertain cells, fewer at each, and leaves out the rest."
 
-    budget: float = 0.25  # share of the plain run's FLOPs to spend in the mean
-    quality: float = 0.0  # instead of it: the mean SSIM to the plain image that is expected; 0: the budget counts
+    budget: float | None = None  # share of the plain run's FLOPs to spend in the mean; a quarter if nothing is set
+    quality: float | None = None  # instead of it: the mean SSIM to the plain image that is expected
     hard: bool = False  # no image may spend more than the budget
     entropies: str = ""  # typical ones of the model, by name or as a file of `nextscale calibrate taper`
     unguided: bool = True  # the very last scale runs without guidance, which pays for twice the cells
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("budget", 0.0, 1, above=True)
-        self.require("quality", 0, 1, below=True)
-        if self.quality and self.budget != type(self).budget:
+        if self.budget is not None:
+            self.require("budget", 0, 1, above=True)
+        if self.quality is not None:
+            self.require("quality", 0, 1, above=True, below=True)
+        if self.budget is not None and self.quality is not None:
             raise NextscaleError("taper: budget and quality are two ways to ask for the same; set one of them")
-        if self.quality and not self.entropies:
+        if self.quality is not None and not self.entropies:
             raise NextscaleError("taper: what a quality costs is known with `entropies` only; set a budget instead")
         if self.entropies:
             TypicalEntropies.read(self.entropies)
@@ -81,14 +92,19 @@ class Price:
         mine = [1 if self.unguided and 0 < share < 1 and t == last else self.rows[t] for t, share in enumerate(shares)]
         return self._flops(shares, mine) / self._flops([1.0] * len(shares), self.rows)
 
+    @property
+    def least(self) -> float:
+        """The first scale alone: which of its cells are uncertain nobody knows, so it is always complete."""
+        return self([1.0] + [0.0] * (len(self.rows) - 1))
+
     def _flops(self, shares: Sequence[float], rows: Sequence[int]) -> float:
-        """As the trace counts them, but for the few keys of a text."""
+        """As the trace counts them, but for the few keys that cross-attention sees of a text."""
         c, total, keys = self.costs, 0.0, 0.0
         for scale, share, copies in zip(self.schedule, shares, rows, strict=True):
             if share:
-                kept = share * scale.tokens
-                keys += kept
-                layer = sum(kept * (c.per_token[p] + c.per_key[p] * keys * (p != "cross")) for p in c.parts)
+                tokens = share * scale.tokens + (0 if scale.index else c.context)
+                keys += tokens
+                layer = sum(tokens * (c.per_token[p] + c.per_key[p] * keys * (p != "cross")) for p in c.parts)
                 total += copies * (c.depth * layer + scale.tokens * c.head)
         return total
 
@@ -102,12 +118,16 @@ def plan_shares(budget: float, price: Price) -> tuple[list[float], bool]:
     """The share of cells to keep of every scale, so that all cost what the budget has; and whether the very last scale
     is to run without guidance."""
     scales = len(price.rows)
+    if budget < price.least:
+        raise NextscaleError(
+            f"taper: a budget of {budget:g} does not pay for the first scale; the least is {price.least:.3g}"
+        )
 
     def shares(end: float, last: int) -> list[float]:
-        return [kept_share(end - t) if t <= last else 0.0 for t in range(scales)]
+        return [1.0, *(kept_share(end - t) if t <= last else 0.0 for t in range(1, scales))]
 
     for last in range(scales - 1, -1, -1):  # as many scales as are worth it
-        low = last + LEAST / SLOPE if last else float(scales)  # which cells of the first are uncertain nobody knows
+        low = last + LEAST / SLOPE
         if price(shares(low, last)) > budget:
             continue
         high = last + WHOLE
@@ -118,8 +138,7 @@ def plan_shares(budget: float, price: Price) -> tuple[list[float], bool]:
         if price.unguided and found[-1] > MOST_UNGUIDED:
             return plan_shares(budget, dataclasses.replace(price, unguided=False))
         return found, price.unguided
-    least = price(shares(float(scales), 0))
-    raise NextscaleError(f"taper: a budget of {budget:g} does not pay for the first scale; the least is {least:.3g}")
+    raise AssertionError("the first scale alone can be paid")
 
 
 def uncertainty(entropy: Tensor, grid: Grid, to: Grid) -> Tensor:
@@ -141,11 +160,14 @@ class TaperPolicy(CachedPolicy):
         rows = tuple(2 if t < guided else 1 for t in range(scales))
         price = Price(context.costs, context.schedule, rows, method.unguided and rows[-1] == 2)
         typical = TypicalEntropies.read(method.entropies) if method.entropies else None
-        budget = method.budget
-        if typical is not None:
-            budget = typical.budget_of(method.quality) if method.quality else budget
+        budget = BUDGET if method.budget is None else method.budget
+        if typical is not None and method.quality is not None:
+            budget = typical.budget_of(method.quality)
         self.adapts = typical is not None and not method.hard and budget < 1
-        asked = typical.asked_for(budget) if self.adapts and typical is not None else budget
+        asked = budget
+        if self.adapts and typical is not None and budget >= price.least:
+            asked = max(typical.asked_for(budget), price.least)
+        self.budget = budget
         self.shares, self.unguided = plan_shares(asked, price)
         most, _ = plan_shares(min(CAP * budget, 1), dataclasses.replace(price, unguided=self.unguided))
         self.thresholds = [-1.0] * scales
@@ -213,4 +235,5 @@ class TaperPolicy(CachedPolicy):
     def explain(self, image: int) -> Explanation:
         if self.first == len(self.shares):
             return Explanation()
-        return Explanation(Activation(self.first + 1, reason="fixed"))
+        planned = {t: Decision(share=share) for t, share in enumerate(self.shares, start=1)}
+        return Explanation(Activation(self.first + 1, reason="budget"), planned, self.budget)

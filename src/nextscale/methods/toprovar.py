@@ -76,6 +76,7 @@ class ToProVARPolicy(CachedPolicy):
         self.landmark = max(round(method.representative * len(context.schedule)), 2) - 1  # index of that scale
         super().__init__(context, "residual", method.restore_mode, self.landmark, method.uncomputed, method.required)
         self.method = method
+        self.may_keep_nothing = True
         self.dominance: dict[int, Tensor] = {}  # per image [depth]: first over second singular value of the map
         self.depth_scale: list[int | None] = [None] * context.images  # D, from 1
         self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Numbers]]] = []
@@ -143,7 +144,7 @@ class ToProVARPolicy(CachedPolicy):
             tendency = tendency * torch.exp(-m.beta * (dominance - 1))[:, None]
         tendency = tendency * ((scale.index + 1) / len(self.context.schedule))
         keep = 1 - (m.a_min + (m.a_max - m.a_min) * tendency).clamp(0, 1)
-        count = keep.double().sum(1).round().long().clamp(1, n)
+        count = keep.double().sum(1).round().long().clamp(0, n)
         count = torch.where(self.gather_rows(rows, self.uploads["active"]) > 0, count, n)
         order = -tendency if m.rank == "layer" else self.scale_order
         order = order if m.token_stage else self.uploads[f"order {n}"].expand_as(tendency)

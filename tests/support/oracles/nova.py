@@ -46,7 +46,7 @@ class Nova:
         self.kept: dict[tuple[int, int], np.ndarray] = {}
         self.computed: dict[int, np.ndarray] = {}  # of reduced scales
         self.attention: dict[int, np.ndarray] = {}  # of the newest scale, by layer
-        self.learned: list[float] = []  # layer means of the last complete scale
+        self.learned: list[np.ndarray] = []  # per layer, what is known of every cell of the newest scale
         for t in range(len(run.scales)):
             self.ratio[t] = self._scale_ratio(t, tau, lam, ratios)
             for layer in range(run.depth):
@@ -54,8 +54,8 @@ class Nova:
             self._look(t, t_est, alpha)
             if metric == "attention":
                 self._attend(t)
-            if not self.ratio[t]:
-                self.learned = [float(self._lens(t, j).mean()) for j in range(run.depth)] if t >= t_est else []
+            if t >= t_est and probe == "previous":
+                self.learned = [self._learn(t, j) for j in range(run.depth)]
 
     # When (eq. 8 to 10)
 
@@ -162,9 +162,17 @@ class Nova:
         if self.probe == "previous" or layer < self.first_layer:
             map_ = self._before(t)
             known = self.probe == "previous" and self.linked and self.learned
-            return map_, self.learned[layer] if known else float(map_.mean())
+            return map_, float((self.learned[layer] if known else map_).mean())
         found = self._lens(t, layer)
         return found, float(found.mean())
+
+    def _learn(self, t: int, layer: int) -> np.ndarray:
+        """Entropy of a layer's input; a cell that the layer did not compute keeps what was known of it."""
+        seen = self._lens(t, layer)
+        if (t, layer) not in self.kept:
+            return seen
+        before = resize_cells(self.learned[layer], self.run.scales[t - 1].grid, self.run.scales[t].grid, self.mode)
+        return np.where(self.kept[t, layer], seen, before)
 
     def _attend(self, t: int) -> None:
         """Attention entropy of every cell; one that was not computed keeps what was known of it."""

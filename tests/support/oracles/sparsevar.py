@@ -44,7 +44,7 @@ class Sparse:
             anchors = [r * w + c for r in range(0, h, anchor) for c in range(0, w, anchor)]
             keep = ~low
             keep[anchors] = True
-            self.kept[t], out = keep, ~keep
+            self.kept[t], out = keep, low
             logits = before.raw[image].reshape(before.tokens, -1)
             self.source[t] = self._sources(resize(logits, before.grid, scale.grid, mode), keep, anchors, similarity)
 

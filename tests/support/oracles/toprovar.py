@@ -44,7 +44,7 @@ class Topro:
                     q = (t + 1) / total * (self.detail[layer] if by_layer else 1.0) * h  # eq. 5
                     stay = 1 - np.clip(a_min + (a_max - a_min) * q, 0, 1)  # eq. 6
                     self.margins.of(stay.sum() % 1 - 0.5)
-                    count = max(int(np.round(stay.sum())), 1)
+                    count = int(np.round(stay.sum()))
                     score = -q if by_token else uniform(scale.tokens, seed=scale.tokens)
                     self.kept[t, layer] = self.margins.keep(score, count)
                 if not last:  # nobody will ask for those of the last scale

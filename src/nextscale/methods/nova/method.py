@@ -18,6 +18,11 @@ class NOVA(Method):
     The rest either is the paper's setting, or settles what the paper leaves open, or replaces a part of the method for
     its ablations. `NOVA.preset("literal")` reads the paper to the letter: every layer ranks the cells by its own lens,
     and all cells are sampled. That destroys images of models whose codes are bits (docs/results.md).
+
+    With `probe="previous"` the mean entropies of layers (eq. 12) are those of the scale before, in which cells that a
+    layer did not compute keep what was known of them. So where a reduced scale may follow, the model's head looks at
+    the tokens that a layer computes: 0.2 % of a block per token where codes are bits, up to a third of one with 4096
+    codes. The trace's FLOPs count no probe.
     """
 
     removed = ("allow_empty",)

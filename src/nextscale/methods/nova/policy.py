@@ -27,7 +27,7 @@ from nextscale.methods.policy import (
     ScalePlan,
 )
 from nextscale.methods.restore import CachedPolicy
-from nextscale.methods.selection import Selection, for_rows
+from nextscale.methods.selection import Selection, for_rows, gather
 from nextscale.methods.tables import read_table, relative_ratio
 from nextscale.methods.token_cache import store_selected
 
@@ -50,11 +50,12 @@ class NOVAPolicy(CachedPolicy):
         self.growth = [Growth(method.t_est, method.alpha) for _ in range(context.images)]
         # Its memory, besides what layers added: the entropy of the final prediction ("final"); likely codes ("codes"),
         # for "lens_topk"; attention entropy ("attention") and how much each layer changed a cell ("moved"), for the
-        # metrics of these names.
+        # metrics of these names; what the head sees in the input of each layer ("lens"), for eq. 12 without a lens.
         self.pending: list[tuple[Scale, tuple[int, ...], Mapping[str, Numbers]]] = []  # not read yet
         self.ratio: dict[int, list[float]] = {}  # per scale, per image
         self.layer_ratio: dict[int, list[list[float]]] = {}  # per scale, per image, per layer: where the host knows it
-        self.layer_means: dict[int, list[float]] = {}  # of an image, at the last scale that was complete
+        self.layer_means: dict[int, list[float]] = {}  # of an image, at the newest scale
+        self.layer_entropy: dict[int, list[tuple[float, ...]]] = {}  # per scale, per image, per layer: the means used
         self.uploaded: list[list[float]] = []  # the ratios of every image's layers
         self.lens_means: list[Tensor] = []  # [B] of the layers of this scale, for the next one
         self.layer_stats: Tensor | None = None  # of the layers of a reduced scale, [layers, 4, B]: see `LayerLinkage`
@@ -67,7 +68,9 @@ class NOVAPolicy(CachedPolicy):
             method.layer_linkage, method.probe_from_layer - 1, 1 - method.max_layer_keep, method.counts == "round"
         )
         self.links_on_device = method.layer_linkage and self.has_lens  # a layer's entropy is known when it begins
-        self.measures_layers = method.layer_linkage and not self.has_lens  # of complete scales, for the reduced ones
+        self.may_keep_nothing = self.links_on_device and self.linkage.rounds
+        self.measures_layers = method.layer_linkage and not self.has_lens  # for the scale behind
+        self.measuring: dict[int, bool] = {}  # per scale, whether they are measured there
         self.ranks_by_lens = method.rank == "layer" and method.metric == "entropy" and self.has_lens
         ranks_anew = method.rank == "layer" and (self.ranks_by_lens or method.metric in ("attention", "mse"))
         # One selection serves the whole scale.
@@ -92,6 +95,7 @@ class NOVAPolicy(CachedPolicy):
             plans = self._warmup_stars
             stars = plans[min(self.context.warmup, len(plans) - 1)]
             self.ratio[t] = [0.0 if star is None or t <= star else 0.5 for star in stars]
+        self.layer_entropy[t] = [tuple(self.layer_means.get(image, ())) for image in images]
         self.layer_ratio[t] = [self._layer_ratios(image, self.ratio[t][image]) for image in images]
         if self.layer_ratio[t] != self.uploaded:
             self.uploaded = self.layer_ratio[t]
@@ -104,9 +108,11 @@ class NOVAPolicy(CachedPolicy):
         records = self.records(scale)
         needs = frozenset({"attention_entropy"}) if self.method.metric == "attention" and records else frozenset()
         some, everyone = any(self.ratio[t]), all(self.ratio[t])  # which of them is the device's business
+        self.measuring[t] = self.measures_layers and records and self._may_precede_reduced(scale)
         needs_hidden = some or (self.records_layers and records)
         actions = tuple(self._action(image, scale) for image in images)
-        return self.plan(scale, actions=actions, needs=needs, needs_hidden=needs_hidden, variant=(some, everyone))
+        variant = some, everyone, self.measuring[t]
+        return self.plan(scale, actions=actions, needs=needs, needs_hidden=needs_hidden, variant=variant)
 
     @property
     def _warmup_stars(self) -> list[list[int | None]]:
@@ -124,8 +130,7 @@ class NOVAPolicy(CachedPolicy):
                 # In graphs logits are checked when the host has time: until then, any number will do.
                 self.growth[image].add(t, entropy if math.isfinite(entropy) else 0.0)
             for image, means in zip(images, report["means"].tolist(), strict=True) if "means" in report else ():
-                if not self.ratio[t][image]:  # a reduced scale was not computed by all layers
-                    self.layer_means[image] = means
+                self.layer_means[image] = means
         self.pending.clear()
 
     def _ratio(self, growth: Growth, t: int) -> float:
@@ -138,6 +143,14 @@ class NOVAPolicy(CachedPolicy):
         latest = growth.latest(t) or 0.0  # the growth of scale t itself is not known yet
         ratio = 1 / (1 + math.exp(-(t - (growth.star + 1)) / m.tau)) - m.lam * math.tanh(latest)
         return min(max(ratio, 0.0), MAX_RATIO)
+
+    def _may_precede_reduced(self, scale: Scale) -> bool:
+        """Whether the next scale that runs may be reduced: a table tells it."""
+        if self.method.scale_linkage:
+            return True
+        schedule = list(self.context.schedule)
+        later = [relative_ratio(self.table, (s.index + 1) / len(schedule)) for s in schedule[scale.index + 1 :]]
+        return next((ratio for ratio in later if ratio < 1), 0.0) > 0
 
     def _layer_ratios(self, image: int, ratio: float) -> list[float]:
         """What is known of them before the scale."""
@@ -155,11 +168,11 @@ class NOVAPolicy(CachedPolicy):
 
     def _keeps_nothing(self, image: int, scale: Scale, ratio: float) -> bool:
         """Whether too few layers keep anything, as far as that is known before the scale."""
-        if not ratio or not self.linkage.rounds or self.context.warmup is not None:
+        if not ratio or self.context.warmup is not None:
             return False
         if ratio >= 1:
             return True
-        if self.links_on_device:
+        if self.links_on_device or not self.linkage.rounds:
             return False
         kept = [self.linkage.kept(r, scale.tokens) for r in self._layer_ratios(image, ratio)]
         return sum(count > 0 for count in kept) < max(self.required, 1)
@@ -167,6 +180,25 @@ class NOVAPolicy(CachedPolicy):
     # Inside a scale, on the device
 
     def select(self, layer: int, group: Group, x: Tensor, ctx: ScaleContext) -> Selection | None:
+        chosen = self._select(layer, x, ctx)
+        if self.measuring[ctx.scale.index + 1]:
+            self.lens_means.append(self._measure(layer, x, chosen, ctx))
+        return chosen
+
+    def _measure(self, layer: int, x: Tensor, chosen: Selection | None, ctx: ScaleContext) -> Tensor:
+        """Mean entropy [B] of a layer's input; cells that the layer does not compute keep what was known of them."""
+        own, images = None if chosen is None else chosen.first(ctx.rows.images), Rows(ctx.rows.image_ids, ())
+        if ctx.fused_logit_lens is None:
+            entropy = self._lens(layer, gather(x, chosen), ctx).double()[..., None]
+        else:  # the kernel knows of most cells already
+            entropy = gather(self._lens(layer, x, ctx).double()[..., None], own)
+        cache, grid = self.memory["lens", layer], ctx.scale.grid
+        store_selected(cache, images, grid, own, entropy, self.restore_mode)
+        known = cache.read(images, grid, self.restore_mode)
+        assert known is not None, "it was just stored"
+        return known[..., 0].mean(1)
+
+    def _select(self, layer: int, x: Tensor, ctx: ScaleContext) -> Selection | None:
         ratios = [self.ratio[ctx.scale.index + 1][image] for image in ctx.rows.image_ids]
         if not layer:
             self.chosen: Selection | None = None  # the newest of this scale
@@ -176,8 +208,6 @@ class NOVAPolicy(CachedPolicy):
                 self.layer_stats = torch.empty(shape, dtype=torch.float64, device=x.device)
                 whole = range(self.context.depth)
                 self.scale_score = None if self.method.rank == "layer" else self._rank(whole, ctx)
-        if self.measures_layers and self.records(ctx.scale) and not all(ratios):
-            self.lens_means.append(self._lens(layer, x, ctx).double().mean(1))
         if self.layer_stats is None or (self.shared_selection and self.chosen is not None):
             return self.chosen
         ratio = self.gather_rows(ctx.rows, self.layer_ratios[layer])
@@ -297,7 +327,7 @@ class NOVAPolicy(CachedPolicy):
             layer_stats = report["layers"]
             layer_entropy, layer_ratio = (tuple(layer_stats[images.index(image), :, n].tolist()) for n in (MEAN, RATIO))
         elif ratio and not self.links_on_device:
-            layer_entropy, layer_ratio = tuple(self.layer_means.get(image, ())), tuple(self.layer_ratio[t][image])
+            layer_entropy, layer_ratio = self.layer_entropy[t][image], tuple(self.layer_ratio[t][image])
         return Decision(
             entropy=g.entropy.get(t),
             growth=g.growth(t),

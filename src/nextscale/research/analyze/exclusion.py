@@ -61,11 +61,12 @@ class ExcludePolicy(SparseVARPolicy):
         self.logits: Tensor | None = None  # of the scale before, [B, V, h, w]
         self.measured: list[np.ndarray] = []  # of the images, before the first sparse scale, [h, w]
 
-    def _keep(self, change: Tensor, excluded: Tensor | None, anchors: Tensor) -> Tensor:
+    def _low(self, change: Tensor, excluded: Tensor | None, anchors: Tensor) -> Tensor:
         count = min(round(change.shape[1] * self.exclude.share), int((~anchors).sum()))
         rank = change if excluded is None else change.masked_fill(excluded, -torch.inf)  # who is out stays out
         order = rank.masked_fill(anchors, torch.inf).argsort(dim=1, stable=True)
-        return torch.ones_like(change, dtype=torch.bool).scatter(1, order[:, :count], False)
+        low = torch.zeros_like(change, dtype=torch.bool).scatter(1, order[:, :count], True)
+        return low if excluded is None else low | (excluded & anchors)  # which are computed, so they do not count
 
     def _measures(self, ctx: ScaleContext, earlier: int = 0) -> bool:
         return self.first - 1 - earlier <= ctx.scale.index < len(self.context.schedule) - 1

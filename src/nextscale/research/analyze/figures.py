@@ -25,6 +25,7 @@ from nextscale.research.analyze import (
     restored_codes,
     saliency,
     scale_depth,
+    shares,
     spectra,
     token_spectra,
 )
@@ -216,7 +217,18 @@ _ALL = (
         by_name=True,
         table=restored_codes.table,
     ),
+    Figure(
+        "shares",
+        "Where the budget goes",
+        "a method of this package, Taper",
+        "The share of cells that Taper keeps of every scale, and what the scales cost. The dotted line is what was "
+        "planned; with entropies of the model an image takes what it needs, and the band holds all images.",
+        shares.measure,
+        shares.draw,
+        by_name=True,
+    ),
 )
+EXAMPLE, EXAMPLE_LABEL = "two foxes above a blue heart", 0  # of whoever names a figure and no prompt
 FIGURES = {figure.name: figure for figure in _ALL}
 
 

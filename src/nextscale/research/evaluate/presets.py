@@ -2,7 +2,7 @@
 
 A preset is the cheapest setting whose images are near enough to the plain ones on every kind of background. A method
 that never comes so near has its nearest setting; what it was measured to lose is stored with it. `faithful` is as near
-as `balanced`, but of settings that keep all parts of their method.
+as `balanced`, but of settings that keep all parts of their method. `auto` is the cheapest of all methods' presets.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nextscale.io.writing import as_json, atomic_write
+from nextscale.methods.auto import AUTO, LEVELS
 from nextscale.methods.base import SCHEMA, Method
 from nextscale.methods.compose import Compose
 from nextscale.research.evaluate.report import Row
@@ -55,6 +56,11 @@ def presets(
             measured = {row.background: {k: round(_number(row, k), 4) for k in MEASURED} for row in settings[chosen]}
             about = {"schema": SCHEMA, "name": name, "measured_on": model, "source": where, "measured": measured}
             result[f"{name}-{preset}.json"] = {**about, "fields": method.to_dict()["fields"]}
+    if by_method:
+        every = {name: rows for settings in by_method.values() for name, rows in settings.items()}
+        best = {level: methods[choose(every, cost, MIN_SSIM[level])] for level in LEVELS}
+        found = {level: f"{method.name}:{level}" for level, method in best.items() if method is not None}
+        result[f"{AUTO}-{model}.json"] = {"schema": SCHEMA, "name": AUTO, "source": where, **found}
     return result
 
 

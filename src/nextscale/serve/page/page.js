@@ -1,7 +1,9 @@
 // The page of `nextscale serve`. It talks to the public API of its own server and to nothing else; what the API
 // sends is only ever set as text, never as HTML.
 
-const HISTORY_LIMIT = 30; // images with the previews of all scales, a few megabytes each; index.html names the number
+// An image has the previews of all scales, a few megabytes in all; index.html names both numbers.
+const HISTORY_LIMIT = 30;
+const HISTORY_BYTES = 200e6;
 const MAX_SEED = Number.MAX_SAFE_INTEGER; // the API takes more, but JavaScript's numbers are exact up to here
 const API_KEY = "nextscale-api-key";
 const THEME = "nextscale-theme";
@@ -55,6 +57,14 @@ function showError(text) {
   $("error").textContent = sentence(text);
   $("error").hidden = !text;
 }
+
+/** Show why something failed, unless it was stopped on purpose. */
+function report(error, what = "") {
+  if (error.name !== "AbortError") showError(what + error.message);
+}
+
+/** Make a listener that says what failed. */
+const reporting = (what, action) => (...given) => action(...given).catch((error) => report(error, what));
 
 /** Open a dialog and wait for the value of the button that closed it ("" where it was dismissed). */
 function ask(dialog) {
@@ -115,29 +125,36 @@ async function request(path, options = {}) {
 
 function sleep(wait, signal) {
   return new Promise((resolve, reject) => {
-    const timer = setTimeout(resolve, 1000 * wait);
-    signal?.addEventListener("abort", () => (clearTimeout(timer), reject(signal.reason)), { once: true });
+    signal?.throwIfAborted(); // an abort that is over sends no event
+    const stop = () => (clearTimeout(timer), reject(signal.reason));
+    const timer = setTimeout(() => (signal?.removeEventListener("abort", stop), resolve()), 1000 * wait);
+    signal?.addEventListener("abort", stop, { once: true });
   });
 }
 
 async function waitForPlace(wait, signal) {
+  const before = $("note").textContent;
   const text = (left) => `The queue is full; trying again in ${Math.ceil(left)} s.`;
   announce(text(wait)); // once; the line below counts down in silence
   for (let left = wait; left > 0; left -= 1) {
     note(text(left));
     await sleep(Math.min(left, 1), signal);
   }
-  note("Trying again …");
+  note(before);
 }
 
 async function waitUntilReady(signal) {
+  const text = "The model is loading …";
   for (;;) {
     const response = await send("/health", { signal });
-    if (response.ok) return note("");
+    if (response.ok) {
+      if ($("note").textContent === text) note("");
+      return;
+    }
     const { status } = await response.json().catch(() => ({}));
     if (status !== "loading") throw new ApiError(`The server cannot make images now: its state is "${status}".`, { status: 503 });
-    if ($("note").textContent !== "The model is loading …") announce("The model is loading.");
-    note("The model is loading …");
+    if ($("note").textContent !== text) announce("The model is loading.");
+    note(text);
     await sleep(0.7, signal);
   }
 }
@@ -226,13 +243,14 @@ function choose(select, value) {
   if ([...select.options].some((option) => option.value === value)) select.value = value;
 }
 
+/** Set the form so that Generate makes the same image again. */
 async function fillForm(settings) {
-  if (settings.model !== $("model").value) {
-    choose($("model"), settings.model);
-    await loadModel();
-  }
   for (const id of ["prompt", "custom", "guidance", "negative", "seed"]) $(id).value = settings[id];
+  setSeeding("keep");
   $("previews").checked = settings.previews;
+  await connect();
+  choose($("model"), settings.model);
+  await loadModel(); // stops here if another model is chosen meanwhile
   choose($("size"), settings.size);
   choose($("method"), settings.choice);
   methodChanged();
@@ -285,8 +303,13 @@ async function makeAndSave(image, name, settings) {
 async function generate(withPlain) {
   if (state.running) return;
   showError("");
-  if (!state.info) await connect(); // the first try may have failed, or the key was not at hand
-  if (!state.info) return;
+  try {
+    await connect(); // the first try may have failed, or the key was not at hand
+    await loadModel();
+  } catch (error) {
+    return report(error);
+  }
+  if (state.running) return; // pressed twice while loading
   const before = state.shown;
   const image = startImage(withPlain);
   if (!image) return;
@@ -332,6 +355,9 @@ function startImage(withPlain) {
   }
 }
 
+const blobsOf = ({ made, plain }) =>
+  [made, plain].flatMap((side) => (side ? [side.final, ...side.steps.map((step) => step?.blob)] : [])).filter(Boolean);
+
 // ---- stage ----
 const urls = new Map(); // of the blobs that the stage shows or offers
 
@@ -343,7 +369,7 @@ function urlOf(blob) {
 function showImage(image) {
   state.shown = image;
   state.scale = null;
-  const kept = new Set([image?.made, image?.plain].flatMap((side) => (side ? [side.final, ...side.steps.map((s) => s?.blob)] : [])));
+  const kept = new Set(image ? blobsOf(image) : []);
   render();
   for (const [blob, url] of urls)
     if (!kept.has(blob)) {
@@ -586,16 +612,30 @@ async function openHistory() {
     request.onupgradeneeded = () => request.result.createObjectStore("images", { keyPath: "id", autoIncrement: true });
     database = await promised(request);
   } catch {
-    note("This browser lets the page keep no history.");
+    return note("This browser lets the page keep no history.");
   }
-  otherTabs.onmessage = loadHistory;
-  await loadHistory();
+  otherTabs.onmessage = reporting("The history could not be read: ", loadHistory);
+  await otherTabs.onmessage();
 }
 
-const images = (mode) => database.transaction("images", mode).objectStore("images");
+/** Read all images of the history, the newest first. */
+async function readHistory() {
+  const images = database.transaction("images").objectStore("images");
+  return (await promised(images.getAll())).reverse();
+}
+
+/** Change the history; a full disk is found out only when the transaction ends. */
+function change(action) {
+  const transaction = database.transaction("images", "readwrite");
+  const request = action(transaction.objectStore("images"));
+  return new Promise((resolve, reject) => {
+    transaction.oncomplete = () => resolve(request.result);
+    transaction.onabort = () => reject(transaction.error ?? request.error);
+  });
+}
 
 async function loadHistory() {
-  if (database) state.history = (await promised(images("readonly").getAll())).reverse();
+  state.history = await readHistory();
   renderHistory();
 }
 
@@ -609,27 +649,36 @@ async function saveImage(image) {
   const { id, created, settings, made, plain } = image;
   try {
     const record = { ...(id && { id }), created, settings, made, plain: plain?.final ? plain : null };
-    image.id = await promised(images("readwrite").put(record));
-    const ids = await promised(images("readonly").getAllKeys());
-    for (const old of ids.slice(0, -HISTORY_LIMIT)) await promised(images("readwrite").delete(old));
+    image.id = await change((images) => images.put(record));
+    await dropOldest(image.id);
     await historyChanged();
   } catch (error) {
-    showError(`The image could not be stored in the history: ${error.message}`); // for instance, the disk is full
+    const full = "the browser's storage is full. Delete others there to make room";
+    const why = error.name === "QuotaExceededError" ? full : error.message;
+    showError(`The image could not be stored in the history: ${why}`);
   }
 }
 
-async function deleteImage(image, place) {
-  await promised(images("readwrite").delete(image.id));
+/** Delete what is beyond the limits, but never the image `kept`. */
+async function dropOldest(kept) {
+  let bytes = 0;
+  for (const [place, image] of (await readHistory()).entries()) {
+    bytes += blobsOf(image).reduce((sum, blob) => sum + blob.size, 0); // the maps are small beside the blobs
+    const beyond = place >= HISTORY_LIMIT || bytes > HISTORY_BYTES;
+    if (beyond && image.id !== kept) await change((images) => images.delete(image.id));
+  }
+}
+
+async function deleteImage(image) {
+  await change((images) => images.delete(image.id));
   if (state.shown?.id === image.id) delete state.shown.id;
   await historyChanged();
   announce("Deleted.");
-  const items = $("images").children; // the focus stays near
-  (items[Math.min(place, items.length - 1)]?.firstChild ?? $("prompt")).focus();
 }
 
 async function clearHistory() {
   if (!(await ask($("clear-dialog")))) return;
-  await promised(images("readwrite").clear());
+  await change((images) => images.clear());
   delete state.shown?.id;
   await historyChanged();
   announce("The history is empty.");
@@ -639,27 +688,45 @@ async function clearHistory() {
 let thumbnails = [];
 
 function renderHistory() {
+  const focused = document.activeElement.closest("#images button");
+  const place = [...$("images").children].indexOf(focused?.parentNode);
   thumbnails.forEach(URL.revokeObjectURL);
   thumbnails = state.history.map((image) => URL.createObjectURL(image.made.final));
   $("images").replaceChildren(...state.history.map(historyItem));
   $("history").hidden = !state.history.length;
+  if (focused) focusAgain(focused, place);
 }
 
+/** Focus the button that took the place of `focused`; where its image is gone, that of the next one. */
+function focusAgain(focused, place) {
+  const items = [...$("images").children];
+  const same = items.find((item) => item.dataset.id === focused.parentNode.dataset.id);
+  const near = items[Math.min(place, items.length - 1)];
+  const button = same ? same.querySelector(focused.className ? ".remove" : "button") : near?.firstChild;
+  (button ?? $("prompt")).focus({ preventScroll: true });
+}
+
+async function restoreImage(image) {
+  showError("");
+  showImage(state.running?.image.id === image.id ? state.running.image : image); // needs no server
+  $("canvas").scrollIntoView({ block: "nearest" });
+  announce(`Shown again: ${titleOf(image)}.`);
+  await fillForm(image.settings);
+}
+
+const titleOf = ({ settings, made, plain }) =>
+  `${settings.prompt}, seed ${settings.seed}, ${made.method}${plain ? " and plain" : ""}`;
+
 function historyItem(image, place) {
-  const { settings, made, plain } = image;
-  const what = `${settings.prompt}, seed ${settings.seed}, ${made.method}${plain ? " and plain" : ""}`;
-  const restore = make("button", { type: "button", title: what, ariaLabel: `Show again: ${what}` });
+  const title = titleOf(image);
+  const restore = make("button", { type: "button", title, ariaLabel: `Show again: ${title}` });
   restore.append(make("img", { src: thumbnails[place], alt: "", loading: "lazy" }));
-  restore.addEventListener("click", async () => {
-    showError("");
-    await fillForm(settings);
-    showImage(state.running?.image.id === image.id ? state.running.image : image);
-    announce(`Shown again: ${what}.`);
-    $("canvas").scrollIntoView({ block: "nearest" });
-  });
-  const remove = make("button", { type: "button", className: "remove", ariaLabel: `Delete: ${what}` }, "×");
-  remove.addEventListener("click", () => deleteImage(image, place));
-  return make("li", {}, restore, remove);
+  restore.addEventListener("click", reporting("", () => restoreImage(image)));
+  const remove = make("button", { type: "button", className: "remove", ariaLabel: `Delete: ${title}` }, "×");
+  remove.addEventListener("click", reporting("The image could not be deleted: ", () => deleteImage(image)));
+  const item = make("li", {}, restore, remove);
+  item.dataset.id = image.id;
+  return item;
 }
 
 // ---- completion ----
@@ -672,6 +739,7 @@ function findWords(all) {
   const starts = [...before.matchAll(/[\p{L}\p{N}]+/gu)].map((found) => found.index).slice(-3);
   for (const start of starts) {
     const typed = before.slice(start).toLowerCase();
+    if (!all && state.words.some(({ word }) => word === typed)) break; // after "snow", "snowman" would hide the buttons
     const found = state.words.filter(({ word }) => word.startsWith(typed) && word !== typed);
     if (found.length) return { start, options: found.slice(0, all ? undefined : 8) };
   }
@@ -684,14 +752,16 @@ function suggest(all = false) {
   const option = ({ word, kind }, i) =>
     make("li", { id: `word-${i}`, role: "option", ariaSelected: "false" }, word, make("small", {}, kind));
   list.replaceChildren(...completion.options.map(option));
-  list.hidden = !completion.options.length;
-  $("prompt").ariaExpanded = !list.hidden;
+  const count = completion.options.length;
+  list.hidden = !count;
   $("prompt").removeAttribute("aria-activedescendant");
+  const text = count ? `${count} known ${count > 1 ? "words" : "word"}, ↓ to choose.` : "";
+  if ($("live").textContent !== text) announce(text); // not with every letter
 }
 
 function closeWords() {
+  if (!$("words").hidden) announce("");
   $("words").hidden = true;
-  if (state.words.length) $("prompt").ariaExpanded = "false";
   $("prompt").removeAttribute("aria-activedescendant");
 }
 
@@ -736,11 +806,29 @@ function promptKey(event) {
 }
 
 // ---- setup ----
-async function loadModel() {
+let loading = { name: null, done: null, controller: new AbortController() }; // of the model that was chosen last
+
+/** Load the chosen model once. Another choice meanwhile stops this one, which then fails with an AbortError. */
+function loadModel() {
   const name = $("model").value;
-  const model = await (await request(`/v1/models/${encodeURIComponent(name)}`)).json();
-  state.methods = await (await request(`/v1/methods?model=${encodeURIComponent(name)}`)).json();
-  state.info = model.nextscale;
+  if (loading.name !== name) {
+    loading.controller.abort();
+    const controller = new AbortController();
+    loading = { name, controller, done: showModel(name, controller.signal) };
+  }
+  return loading.done;
+}
+
+async function showModel(name, signal) {
+  try {
+    const model = await (await request(`/v1/models/${encodeURIComponent(name)}`, { signal })).json();
+    state.methods = await (await request(`/v1/methods?model=${encodeURIComponent(name)}`, { signal })).json();
+    state.info = model.nextscale;
+  } catch (error) {
+    signal.throwIfAborted(); // whatever failed, it does not matter any more
+    loading.name = null; // the next one asks again
+    throw error;
+  }
   showSizes(state.info);
   showMethods(state.methods);
   showVocabulary(state.info.vocabulary ?? {});
@@ -782,7 +870,8 @@ function showVocabulary(vocabulary) {
   state.words = Object.entries(vocabulary).flatMap(([kind, words]) => words.map((word) => ({ word, kind })));
   const known = state.words.length > 0;
   const field = $("prompt");
-  const attributes = { role: "combobox", "aria-autocomplete": "list", "aria-controls": "words", "aria-expanded": "false" };
+  // ARIA in HTML allows a <textarea> no role, so nothing tells that the list is open: suggest() says it.
+  const attributes = { "aria-autocomplete": "list", "aria-controls": "words", "aria-haspopup": "listbox" };
   for (const [name, value] of Object.entries(attributes)) known ? field.setAttribute(name, value) : field.removeAttribute(name);
   $("vocabulary").hidden = !known;
   const terms = Object.entries(vocabulary).map(([kind, words]) => [make("dt", {}, `${kind} (${words.length})`), make("dd", {}, words.join(", "))]);
@@ -802,24 +891,30 @@ function exampleButton(text) {
   const button = make("button", { type: "button" }, text);
   button.addEventListener("click", () => {
     $("prompt").value = text;
-    $("prompt").focus(); // the button is about to go
+    $("generate").focus(); // this button is about to go, and in the prompt a phone would open its keyboard
     generate(false);
   });
   return button;
 }
 
-async function connect() {
-  try {
-    await waitUntilReady();
-    const { data } = await (await request("/v1/models")).json();
-    $("model").replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
-    $("model-field").hidden = data.length < 2;
-    $("model-name").hidden = data.length > 1;
-    $("model-name").textContent = data[0]?.id ?? "";
-    await loadModel();
-  } catch (error) {
-    showError(error.message);
-  }
+let connected = null;
+
+/** Load the list of models once; whoever asks meanwhile waits for the same answer. */
+function connect() {
+  connected ??= showModels().catch((error) => {
+    connected = null; // the next one asks again
+    throw error;
+  });
+  return connected;
+}
+
+async function showModels() {
+  await waitUntilReady();
+  const { data } = await (await request("/v1/models")).json();
+  $("model").replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
+  $("model-field").hidden = data.length < 2;
+  $("model-name").hidden = data.length > 1;
+  $("model-name").textContent = data[0]?.id ?? "";
 }
 
 function setTheme(dark) {
@@ -877,7 +972,7 @@ function listen() {
   on("form", "submit", (event) => (event.preventDefault(), generate(false)));
   on("compare", "click", () => generate(true));
   on("cancel", "click", cancel);
-  on("model", "change", () => loadModel().catch((error) => showError(error.message)));
+  on("model", "change", reporting("", loadModel));
   on("method", "change", methodChanged);
   on("custom", "input", methodChanged);
   on("seed", "input", () => setSeeding($("seed").value ? "keep" : "random"));
@@ -885,7 +980,7 @@ function listen() {
   on("show-map", "change", render);
   on("copy-curl", "click", () => copy(curlOf(state.shown.settings), "curl"));
   on("copy-python", "click", () => copy(pythonOf(state.shown.settings), "Python"));
-  on("clear", "click", clearHistory);
+  on("clear", "click", reporting("The history could not be deleted: ", clearHistory));
   on("prompt", "input", () => state.words.length && suggest());
   on("prompt", "keydown", promptKey);
   on("prompt", "blur", closeWords);
@@ -898,4 +993,4 @@ setUpTheme();
 drawGrowing();
 listen();
 $("settings").open = matchMedia("(min-width: 760px)").matches; // on a phone the image comes first
-await Promise.all([openHistory(), connect()]);
+await Promise.all([openHistory(), connect().then(loadModel).catch(report)]);
