@@ -89,9 +89,9 @@ $(VENV)/.docs: $(VENV)/.ready
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-# Images of whoever chooses NOVA and nothing else: are they near the plain ones? Without names: all methods.
+# Images of whoever chooses a method and nothing else: are they near the plain ones? Without names: all methods.
 test-defaults: $(VENV)/.ready
-	$(BIN)/python benchmarks/defaults.py nova "NOVA()"
+	$(BIN)/python benchmarks/defaults.py auto nova "NOVA()" taper
 
 # Everything in the documents that was measured on the embedded model, anew. On a machine with a GPU whose python3 has
 # the dependencies: PYTHONPATH=src python3 benchmarks/results.py

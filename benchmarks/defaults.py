@@ -44,7 +44,8 @@ def method_of(name: str, model: str) -> Method | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = ["nova", "NOVA()", "fastvar", "sparsevar", "toprovar", "skipvar", "truncate", "drop_guidance"]
+    usual = ["auto", "nova", "NOVA()", "taper", "ld_pruning", "fastvar", "sparsevar", "toprovar", "skipvar"]
+    usual += ["truncate", "drop_guidance"]
     parser.add_argument("methods", nargs="*", default=usual)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sheet", help="a file for the images of all methods")

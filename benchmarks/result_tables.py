@@ -22,8 +22,8 @@ from nextscale.methods import Method
 from nextscale.methods.naming import format_method, parse_method
 from nextscale.research.evaluate.scenes import BACKGROUNDS
 
-DOCUMENTS = ("README.md", "MODEL_CARD.md", "docs/results.md")
-MIN_IMAGES = 120  # images; with fewer, tasks have too few prompts for an interval
+DOCUMENTS = ("README.md", "MODEL_CARD.md", "docs/results.md", "docs/taper.md")
+MIN_IMAGES = 48  # images; with fewer, there are too few for an interval
 MISSING = "Not measured on this model yet; `make results` does."
 PLACE = re.compile(r"(<!-- results: ([\w -]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 README_METHODS = (
@@ -211,6 +211,18 @@ def findings(measured: Measured) -> str:
     return f"{table(['finding', *(f'{b} backgrounds' for b in sweep.backgrounds)], rows)}\n\n{sweep.about()}"
 
 
+def taper(measured: Measured) -> str:
+    """What giving every image what it needs is worth."""
+    sweep, found = Sweep(measured, "taper"), measured["sweep taper"]["spread"]
+    head = ["setting", "FLOPs, mean", "FLOPs, most", "PSNR, mean", "PSNR, worst tenth", "1 - SSIM"]
+    rows = []
+    for name in sorted((n for n in found if n.startswith("taper")), key=lambda n: (found[n]["flops"], n)):
+        f = found[name]
+        shares = [f"{100 * f[key]:.1f} %" for key in ("flops", "most")]
+        rows.append([f"`{name}`", *shares, f"{f['psnr']:.1f}", f"{f['worst']:.1f}", f"{f['dissimilarity']:.4f}"])
+    return f"{table(head, rows)}\n\n{sweep.about()}"
+
+
 def seconds(measured: Measured) -> str:
     found = measured["seconds"]
     head = ["method", "seconds", "speed-up", "tokens", "PSNR", "SSIM"]
@@ -248,6 +260,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Measured], str]]] = {  # name
     "readme": (("sweep main",), readme),
     "findings": (("sweep main",), findings),
     "tasks": (("sweep main", "grader"), tasks),
+    "taper": (("sweep taper",), taper),
     "grader": (("grader",), grader),
     "presets": (("presets",), presets),
     "calibrations": (("calibrations",), calibrations),

@@ -19,6 +19,7 @@ import argparse
 import os
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,6 +41,7 @@ ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "docs" / "measured" / "embedded.json"
 TABLES = {  # sweep -> prompts of each task and background; None: all
     "main": None,
+    "taper": None,
     "methods": None,
     "nova-table4": 20,
     "nova-table5": 20,
@@ -47,6 +49,7 @@ TABLES = {  # sweep -> prompts of each task and background; None: all
     "sparsevar-table4": 20,
     "sparsevar-table5": 20,
 }
+PARTS = ("main", "taper")  # of the sweep `methods`
 EXAMPLE = ("two foxes above a blue heart", "--seed", "7")
 DIGITS = 5
 
@@ -89,7 +92,7 @@ class Results:
         words += [] if fewest is None else ["--prompts", str(fewest)]
         words += ["--batch", "120"] if self.gpu else []
         words += ["--reference"] if name == "methods" else []
-        shared = "methods" if name == "main" else name  # which has all of its settings, too
+        shared = "methods" if name in PARTS else name  # which has all of their settings, too
         out = self.folder / "-".join([shared, *([] if fewest is None else [str(fewest)])])
         self.command(*words, "--device", self.device, "--out", str(out), "--so-far" if self.so_far else "--quiet")
         return out, "nextscale " + shlex.join(words)
@@ -129,8 +132,23 @@ def tables(run: Results) -> None:
         about = {"command": command, "images": content["settings"]["pictures"], **facts}
         if name == "methods":
             shutil.copyfile(out / "curve.png", ROOT / "docs" / "curve.png")
+        if name == "taper":
+            about["spread"] = {n: spread(found) for n, found in content["pictures"].items() if n != "none"}
         remember(f"sweep {name}", {**about, "rows": rows})
         remember("grader", content["grader"])
+
+
+def spread(records: list[dict[str, Any]]) -> dict[str, float]:
+    """How a setting treats different images; the lists of both backgrounds count alike."""
+    lists = [[r for r in records if r["background"] == b] for b in dict.fromkeys(r["background"] for r in records)]
+
+    def mean(key: str) -> float:
+        return statistics.mean(statistics.mean(r[key] for r in each) for each in lists)
+
+    psnr = sorted(r["psnr"] for r in records)
+    found = {"flops": mean("flops"), "most": max(r["flops"] for r in records), "psnr": mean("psnr")}
+    worst = statistics.mean(psnr[: max(len(psnr) // 10, 1)])
+    return {k: _short(v) for k, v in {**found, "worst": worst, "dissimilarity": 1 - mean("ssim")}.items()}
 
 
 def figures(run: Results) -> None:

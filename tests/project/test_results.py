@@ -100,7 +100,19 @@ def test_settings_of_the_main_sweep_are_measured_once(results, monkeypatch, tmp_
     assert first == second == tmp_path / "methods-2"
     assert command == "nextscale eval sweep main --cost flops --prompts 2"
     assert asked[0][:3] == ("eval", "sweep", "main")
-    assert set(results.TABLES) - {"main"} == set(results.result_tables.SWEEPS)
+    assert set(results.TABLES) - set(results.PARTS) == set(results.result_tables.SWEEPS)
+    for name in results.PARTS:
+        known = read_sweep("methods").methods.values()
+        assert all(method in known for method in read_sweep(name).methods.values()), name
+
+
+def test_what_a_setting_does_to_different_images(results) -> None:
+    """Lists count alike, the worst tenth is that of all images."""
+    records = [{"background": "white", "flops": 0.1, "psnr": 30 + n, "ssim": 0.9} for n in range(16)]
+    records += [{"background": "full", "flops": 0.2 + n / 100, "psnr": 20 + n, "ssim": 0.8} for n in range(4)]
+    assert results.spread(records) == pytest.approx(
+        {"flops": 0.1575, "most": 0.23, "psnr": 29.5, "worst": 20.5, "dissimilarity": 0.15}
+    )
 
 
 def test_a_file_of_other_weights_is_forgotten(results, monkeypatch, tmp_path: Path) -> None:
