@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 
 from nextscale import NOVA, Pipeline, Truncate
 from nextscale.cli import app
+from nextscale.cluster.workers import LocalWorkers
 from nextscale.errors import NextscaleError
 from nextscale.io.locking import LOCK, locked
+from nextscale.io.reading import read_json
 from nextscale.io.writing import UNFINISHED
 from nextscale.methods.naming import parse_methods
 from nextscale.research.evaluate import session
@@ -491,6 +493,15 @@ def test_foreign_folder(pipe: Pipeline, tmp_path: Path) -> None:
     bench = Bench(pipe, make_items(read_scene_prompts(), 1)[:1], 1, tmp_path, False, SMALL)
     with pytest.raises(NextscaleError, match="is not empty and holds no evaluation"):
         session.open_folder(bench)
+
+
+def test_who_draws_nothing_is_not_named_as_the_one_who_drew(pipe: Pipeline, tmp_path: Path) -> None:
+    """With workers the command's own device draws nothing, also when it finds everything drawn."""
+    for made_by, expected in (({"device": "a worker's"}, "a worker's"), (None, "a worker's")):
+        bench = Bench(pipe, [], 1, tmp_path, False, SMALL, workers=LocalWorkers(pipe))
+        bench.made_by = made_by
+        session.save(bench, {}, {}, [])
+        assert read_json(tmp_path / session.RESULTS, "an evaluation")["run"]["device"] == expected
 
 
 @pytest.mark.parametrize("entry", ["scenes", "beauty=1", "scenes=much", "scenes=-1"])
