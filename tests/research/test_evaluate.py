@@ -419,8 +419,10 @@ def test_presets_are_the_cheapest_settings_that_come_near_enough() -> None:
     assert found["nova-faithful.json"]["fields"]["rank"] == "layer", "the other one has not all parts"
     assert found["truncate-fast.json"]["measured"]["white"]["flops"] == 0.2
     both = {f"{m}-{p}.json" for m in ("truncate", "nova") for p in ("balanced", "fast", "faithful")}
-    assert set(found) == both
-    assert set(presets(rows, methods, "flops", "clipart", "here")) == {n for n in both if "faithful" not in n}
+    auto = "auto-clipart.json"
+    assert (found[auto]["balanced"], found[auto]["fast"]) == ("truncate:balanced", "truncate:fast"), "of all methods"
+    assert set(found) == both | {auto}
+    assert set(presets(rows, methods, "flops", "clipart", "here")) == {n for n in both | {auto} if "faithful" not in n}
 
 
 def test_an_unknown_sweep() -> None:

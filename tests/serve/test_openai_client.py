@@ -69,7 +69,7 @@ def test_every_field(client: Any) -> None:
         model="clipart",
         n=2,
         size=SIZE,
-        quality="auto",
+        quality="hd",
         output_format="webp",
         output_compression=40,
         background="auto",
@@ -81,11 +81,11 @@ def test_every_field(client: Any) -> None:
         complexity="low",
         user="somebody",
         safety_identifier="abc",
-        extra_body={"seed": 5, "negative_prompt": "a blue house", "guidance_scale": 3.0, "method": "truncate:3"},
+        extra_body={"seed": 5, "negative_prompt": "a blue house", "guidance_scale": 3.0, "previews": "all"},
     )
     assert (answer.output_format, answer.safety_identifier, answer.size) == ("webp", "abc", SIZE)
     assert answer.nextscale["seeds"] == [5, 6]
-    assert answer.nextscale["method"] == "truncate:3"
+    assert answer.nextscale["method"] == "none"
     images = [image_of(item) for item in answer.data]
     assert [(p.format, p.size) for p in images] == [("WEBP", (128, 128))] * 2
     assert images[0].tobytes() != images[1].tobytes()
