@@ -81,7 +81,7 @@ def test_every_field(client: Any) -> None:
         complexity="low",
         user="somebody",
         safety_identifier="abc",
-        extra_body={"seed": 5, "negative_prompt": "a blue house", "guidance_scale": 3.0, "previews": "all"},
+        extra_body={"seed": 5, "negative_prompt": "a blue house", "guidance_scale": 3.0},
     )
     assert (answer.output_format, answer.safety_identifier, answer.size) == ("webp", "abc", SIZE)
     assert answer.nextscale["seeds"] == [5, 6]
