@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -12,8 +13,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ import httpx
 from serving import ACCEPTED, PROMPTS, Answer, send
 
 STEP = 1.15  # from one rate to the next, where those that were asked for are not enough
+FARTHEST = 10.0  # times as fast or as slow as was asked for; then there is no such rate
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -69,35 +72,48 @@ def sustained(points: Sequence[Point], target: float) -> float:
     return float("nan")
 
 
-def rising(rates: Sequence[float]) -> Iterator[float]:
-    """The rates, and then higher ones without end: what a server can do is known only where it cannot any more."""
-    yield from rates
-    rate = max(rates)
-    while True:
-        rate *= STEP
-        yield rate
+def search(measure: Callable[[float], Point], rates: Sequence[float], target: float) -> list[Point]:
+    """Try rising rates until one is too high, and higher ones than were asked for where none is; if the first is too
+    high, lower ones. What a server can do is known between one that it can bear and one that it cannot."""
+    points = [measure(rates[0])]
+    if points[0].p95 > target:
+        while points[-1].p95 > target and points[-1].rate > rates[0] / FARTHEST:
+            points.append(measure(points[-1].rate / STEP))
+        return points
+    while points[-1].p95 <= target and points[-1].rate < rates[-1] * FARTHEST:
+        points.append(measure(rates[len(points)] if len(points) < len(rates) else points[-1].rate * STEP))
+    return points
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """What is served, and asked for."""
+    parser.add_argument("--model", default="clipart")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--size", default="256x256")
+    parser.add_argument("--method", default="truncate:4")
 
 
 @contextlib.contextmanager
-def replicas(number: int, size: str, method: str, max_queue: int = 64, log: str = "error") -> Iterator[Server]:
+def replicas(number: int, options: argparse.Namespace, max_batch: int = 1, max_queue: int = 64) -> Iterator[Server]:
     """`nextscale serve --replicas NUMBER`, one thread each."""
-    options = ["--replicas", str(number), "--port", "0", "--method", method, "--device", "cpu"]
-    options += ["--max-queue", str(max_queue), "--log-level", log]
-    command = [sys.executable, "-u", "-m", "nextscale", "serve", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
-    assert process.stdout is not None
-    url = ""
-    for line in process.stdout:
-        if found := re.search(r"ready at (http://\S+)", line):
-            url = found[1]
-            break
-    if not url:
-        raise SystemExit("the server did not start")
-    try:
-        yield Server(url, size, itertools.count(1000))
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(90)
+    command = [sys.executable, "-u", "-m", "nextscale", "serve", "--replicas", str(number), "--port", "0"]
+    command += ["--model", options.model, "--method", options.method, "--device", options.device]
+    command += ["--max-batch", str(max_batch), "--max-queue", str(max_queue), "--log-level", "error"]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=ENVIRONMENT)
+        assert process.stdout is not None
+        found = next(filter(None, (re.search(r"ready at (http://\S+)", line) for line in process.stdout)), None)
+        if found is None:
+            errors.seek(0)
+            raise SystemExit(f"the server did not start: {errors.read()}")
+        try:
+            yield Server(found[1], options.size, itertools.count(1000))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:  # that is no reason to lose what was measured
+                process.kill()
 
 
 @dataclass
@@ -127,22 +143,34 @@ class Server:
         answers = asyncio.run(run())
         return answers, (time.process_time() - cpu) / (time.monotonic() - begun)
 
+    def alone(self, requests: int = 8) -> list[Answer]:
+        """Answers to requests that meet nobody."""
+        return [self.play([0.0])[0][0] for _ in range(requests)]
+
     def idle_seconds(self, requests: int = 8) -> float:
         """Seconds of a request that is alone."""
-        return statistics.median(self.play([0.0])[0][0].seconds for _ in range(requests))
+        return statistics.median(answer.seconds for answer in self.alone(requests))
+
+    def busy_seconds(self, requests: int, clients: int) -> list[float]:
+        """Seconds of batches while so many clients ask one request after another; without those of the beginning and
+        of the end, when fewer are at work."""
+        bodies, answers = [self.body() for _ in range(requests + 2 * clients)], list[Answer]()
+
+        async def run() -> None:
+            async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as http:
+
+                async def ask() -> None:
+                    while bodies:
+                        answers.append(await send(http, self.url, bodies.pop()))
+                        assert answers[-1].outcome == ACCEPTED, answers[-1].outcome
+
+                await asyncio.gather(*(ask() for _ in range(clients)))
+
+        asyncio.run(run())
+        return [answer.batch_seconds for answer in answers[clients:-clients]]
 
     def point(self, moments: Sequence[float], rate: float) -> Point:
         answers, share = self.play(at_rate(moments, rate))
         refused = sum(answer.outcome != ACCEPTED for answer in answers)
         p95 = float("inf") if refused else quantile([answer.seconds for answer in answers], 0.95)
         return Point(rate, p95, refused, share)
-
-
-def climb(measure: Callable[[float], Point], rates: Iterable[float], target: float) -> list[Point]:
-    """Try rising rates until one is too high."""
-    points: list[Point] = []
-    for rate in rates:
-        points.append(measure(rate))
-        if points[-1].p95 > target:
-            break
-    return points

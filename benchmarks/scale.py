@@ -1,16 +1,17 @@
 """How many replicas a latency target takes: the engine's own queue, driven by a virtual clock.
 
-    python benchmarks/scale.py measure --out times.json             # seconds of batches here, in 1 and in 2 processes
+    python benchmarks/scale.py measure --out times.json             # seconds of batches here, of 1 and of 2 replicas
     python benchmarks/scale.py predict --times times.json --rate 12 --target 3 [--trace arrivals.txt]
-    python benchmarks/scale.py validate [--requests 80]             # measured beside predicted, 1 and 2 replicas
+    python benchmarks/scale.py validate [--requests 150]            # measured beside predicted, 1 and 2 replicas
 
-`measure` keeps engines busy with batches of every size, as many processes at once as there will be replicas on a
-machine, and stores the seconds of each batch; and it asks one idle server, for what a request takes besides its batch.
-`predict` plays arrivals, random ones at a rate or a file with a moment in seconds per line, against 1, 2, 3, ...
-replicas: an arrival goes to the less busy of two replicas, as Ray Serve routes it, waits in the engine's `BatchQueue`,
-and takes the measured seconds of a batch, drawn from those with as many processes at work as there are busy replicas
-when it begins. Nothing is computed by a formula. `validate` measures, then finds the rate at which the 95th percentile
-reaches the target, by the simulation and by real replicas with the same arrivals; it fails if they are too far apart.
+`measure` keeps servers busy with batches of every size, with as many replicas at once as there will be on a machine,
+and stores the seconds of each batch, so what Ray and its proxy take of shared cores is in them; and it asks an idle
+replica, for what a request takes besides its batch. `predict` plays arrivals, random ones at a rate or a file with a
+moment in seconds per line, against 1, 2, 3, ... replicas: an arrival goes to the less busy of two replicas, as Ray
+Serve routes it, waits in the engine's `BatchQueue`, and takes the measured seconds of a batch, drawn from those with as
+many replicas at work as there are when it begins. Nothing is computed by a formula. `validate` measures, then finds the
+rate at which the 95th percentile reaches the target, by the simulation and by real replicas with the same arrivals; it
+fails if they are too far apart.
 """
 
 from __future__ import annotations
@@ -21,17 +22,13 @@ import itertools
 import json
 import random
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arrivals import ENVIRONMENT, Point, at_rate, climb, poisson, quantile, read_trace, replicas, rising, sustained
+from arrivals import Point, add_model, at_rate, poisson, quantile, read_trace, replicas, search, sustained
 from nextscale.serve.batching import BatchQueue
-from serving import PROMPTS
 
 AGE_LIMIT = 2.0  # as in the engine's `Limits`
 INFINITE = float("inf")
@@ -39,7 +36,7 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True)
 class Times:
-    """What was measured: seconds of batches, by processes at work at once and by images of a batch."""
+    """What was measured: seconds of batches, by replicas at work at once and by images of a batch."""
 
     batches: dict[int, dict[int, list[float]]]
     overhead: float  # seconds of a request besides its batch
@@ -133,76 +130,28 @@ def simulated(times: Times, replicas: int, moments: Sequence[float], rate: float
 
 
 def measure(options: argparse.Namespace) -> Times:
-    """Seconds of batches by as many processes at once, and what a request takes besides."""
+    """Seconds of batches of as many replicas at once, and what a request takes besides."""
     batches: dict[int, dict[int, list[float]]] = {}
-    for number in map(int, options.processes.split(",")):
-        found = run_engines(number, options)
-        batches[number] = {size: [s for one in found for s in one[size]] for size in found[0]}
-        for size, seconds in batches[number].items():
-            print(
-                f"{number} processes, batches of {size}: {statistics.median(seconds):.3f} s in the median", flush=True
-            )
-    with replicas(1, options.size, options.method) as server:
-        one = statistics.median(batches[min(batches)][1])
-        overhead = max(0.0, server.idle_seconds() - one)
-    print(f"a request takes {1000 * overhead:.0f} ms besides its batch")
+    overhead = None
+    for number in map(int, options.replicas.split(",")):
+        batches[number] = {}
+        for size in sizes(options.max_batch):
+            with replicas(number, options, size) as server:
+                if overhead is None:
+                    alone = server.alone()
+                    overhead = max(0.0, statistics.median(a.seconds - a.batch_seconds for a in alone))
+                # Twice as many clients as there is room for in batches: one batch runs, and one waits.
+                found = server.busy_seconds(options.batches * size * number, 2 * size * number)
+            batches[number][size] = found
+            print(f"{number} replicas, batches of {size}: {statistics.median(found):.3f} s in the median", flush=True)
+    assert overhead is not None
+    print(f"a request takes {1000 * overhead:.0f} ms besides its batch", flush=True)
     return Times(batches, overhead)
 
 
-def run_engines(number: int, options: argparse.Namespace) -> list[dict[int, list[float]]]:
-    command = [sys.executable, __file__, "engine", "--size", options.size, "--method", options.method]
-    command += ["--batches", str(options.batches), "--max-batch", str(options.max_batch)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    engines = [subprocess.Popen(command, **pipes, text=True, env=ENVIRONMENT) for _ in range(number)]
-    for engine in engines:
-        assert engine.stdout is not None
-        assert engine.stdout.readline() == "warm\n"
-    for engine in engines:  # all at once
-        assert engine.stdin is not None
-        engine.stdin.write("go\n")
-        engine.stdin.flush()
-    return [{int(n): s for n, s in json.loads(engine.communicate()[0]).items()} for engine in engines]
-
-
-def run_engine(options: argparse.Namespace) -> None:
-    """One of the processes: an engine that always has something to do, and images that are encoded beside it."""
-    import io
-
-    from PIL import Image
-
-    from nextscale.serve.engine import Engine, Limits
-    from nextscale.serve.jobs import Finished, ImageJob
-    from nextscale.serve.observer import Observer
-    from nextscale.serve.served_model import ServedModel
-
-    begun: list[float] = []
-
-    class Begun(Observer):
-        def started(self, waits: Sequence[float]) -> None:
-            begun.append(time.perf_counter())
-
-    def encode(event: Any) -> None:
-        if isinstance(event, Finished):
-            Image.fromarray(event.pixels()).save(io.BytesIO(), "JPEG", quality=90)
-
-    width, height = map(int, options.size.split("x"))
-    model = ServedModel.load("clipart", device="cpu", method=options.method)
-    found: dict[int, list[float]] = {}
-    size = 1
-    while size <= options.max_batch:
-        engine = Engine([model], Limits(max_batch=size, max_queue=10**6, batch_wait=1.0), Begun())
-        engine.start(wait=True)
-        if size == 1:
-            print("warm", flush=True)
-            sys.stdin.readline()
-        begun.clear()
-        for seed in range((options.batches + 1) * size):
-            job = ImageJob("clipart", PROMPTS[seed * 7 % len(PROMPTS)], (seed,), options.method, height, width)
-            engine.submit(job, encode)
-        engine.drain(timeout=10**6)
-        found[size] = [b - a for a, b in itertools.pairwise(begun)]
-        size *= 2
-    print(json.dumps(found))
+def sizes(max_batch: int) -> list[int]:
+    """The powers of two up to the limit, and the limit."""
+    return sorted({max_batch, *(2**n for n in range(max_batch.bit_length()))})
 
 
 def predict(options: argparse.Namespace) -> None:
@@ -232,14 +181,14 @@ def validate(options: argparse.Namespace) -> None:
     worst = 0.0
     for number in (1, 2):
         rates = [share * number / alone for share in shares]
-        expected = climb(lambda rate, n=number: simulated(times, n, moments, rate), rising(rates), target)
-        with replicas(number, options.size, options.method) as server:
-            for _ in range(number):
-                server.idle_seconds(2)
-            found = climb(lambda rate, s=server: s.point(moments, rate), rising(rates), target)
-        for a, b in itertools.zip_longest(expected, found):
-            said = [f"p95 {p.p95:.2f} s {how}" for p, how in ((a, "predicted"), (b, "measured")) if p is not None]
-            print(f"{number} replicas, {(a or b).rate:.2f} requests a second: {', '.join(said)}")
+        expected = search(lambda rate, n=number: simulated(times, n, moments, rate), rates, target)
+        with replicas(number, options, options.max_batch) as server:
+            server.alone(2 * number)
+            found = search(lambda rate, s=server: s.point(moments, rate), rates, target)
+        for rate in sorted({point.rate for point in (*expected, *found)}):
+            points = [(p, how) for all_, how in ((expected, "predicted"), (found, "measured")) for p in all_]
+            said = [f"p95 {p.p95:.2f} s {how}" for p, how in points if p.rate == rate]
+            print(f"{number} replicas, {rate:.2f} requests a second: {', '.join(said)}")
         predicted, measured = sustained(expected, target), sustained(found, target)
         error = predicted / measured - 1
         worst = max(worst, INFINITE if error != error else abs(error))  # the lowest rate was too high
@@ -251,16 +200,14 @@ def validate(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     kinds = parser.add_subparsers(required=True)
-    made = {name: kinds.add_parser(name) for name in ("measure", "predict", "validate", "engine")}
-    for name in ("measure", "validate", "engine"):
-        made[name].add_argument("--size", default="512x512")
-        made[name].add_argument("--method", default="truncate:5")
-        made[name].add_argument("--batches", type=int, default=16, help="of every size")
-        made[name].add_argument("--max-batch", type=int, default=1)
+    made = {name: kinds.add_parser(name) for name in ("measure", "predict", "validate")}
     for name in ("measure", "validate"):
-        made[name].add_argument("--processes", default="1,2", help="at once; on GPUs of their own, 1 is enough")
+        add_model(made[name])
+        made[name].add_argument("--batches", type=int, default=40, help="of every size and replica")
+        made[name].add_argument("--max-batch", type=int, default=1)
+        made[name].add_argument("--replicas", default="1,2", help="at once; on GPUs of their own, 1 is enough")
     for name in ("predict", "validate"):
-        made[name].add_argument("--requests", type=int, default=80 if name == "validate" else 2000)
+        made[name].add_argument("--requests", type=int, default=150 if name == "validate" else 2000)
         made[name].add_argument("--target", type=float, required=name == "predict", help="seconds at p95")
     made["measure"].add_argument("--out", type=Path, default=Path("times.json"))
     made["predict"].add_argument("--times", type=Path, required=True)
@@ -268,10 +215,10 @@ def main() -> None:
     made["predict"].add_argument("--trace", type=Path, help="a file with a moment in seconds per line")
     made["predict"].add_argument("--most", type=int, default=1000, help="replicas")
     made["predict"].add_argument("--max-queue", type=int, default=64)
-    shares = "of what one allows; higher ones follow if needed"
-    made["validate"].add_argument("--shares", default="0.4,0.5,0.6,0.7,0.8,0.9,1.0", help=shares)
+    shares = "of what one allows; others follow if needed"
+    made["validate"].add_argument("--shares", default="0.5,0.6,0.7,0.8,0.9", help=shares)
     made["validate"].add_argument("--within", type=float, default=0.15, help="what may be wrong; else it exits with 1")
-    for name, run in (("predict", predict), ("validate", validate), ("engine", run_engine)):
+    for name, run in (("predict", predict), ("validate", validate)):
         made[name].set_defaults(run=run)
     made["measure"].set_defaults(run=lambda options: store(measure(options), options.out))
     options = parser.parse_args()

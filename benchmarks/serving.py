@@ -69,6 +69,7 @@ class Answer:
     previews: int = 0
     image: bytes = b""
     retry_after: float | None = None  # of a refusal
+    batch_seconds: float = 0.0  # of the batch that it was in, as the server says
 
 
 @dataclass
@@ -118,7 +119,9 @@ async def send(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Ans
             elif body.get("stream"):
                 await read_stream(response, answer)
             else:
-                read_image(answer, json.loads(await response.aread())["data"][0])
+                content = json.loads(await response.aread())
+                read_image(answer, content["data"][0])
+                answer.batch_seconds = content["nextscale"]["seconds"]
     except httpx.HTTPError as error:
         answer.outcome = type(error).__name__
     answer.seconds = time.monotonic() - answer.begun

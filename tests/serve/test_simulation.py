@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
+import itertools
 import json
 import math
 import statistics
@@ -72,9 +74,24 @@ def test_between_the_rates_that_were_tried(scale: ModuleType) -> None:
 
 
 def test_rates_rise_until_one_is_too_high(scale: ModuleType) -> None:
-    points = scale.climb(lambda rate: scale.Point(rate, rate), scale.rising([1.0, 2.0]), 3.0)
+    points = scale.search(lambda rate: scale.Point(rate, rate), [1.0, 2.0], 3.0)
     assert [point.rate for point in points] == pytest.approx([1, 2, 2.3, 2.645, 3.04175])
     assert scale.sustained(points, 3.0) == pytest.approx(3.0)
+
+
+def test_a_target_that_every_rate_keeps(scale: ModuleType) -> None:
+    points = scale.search(lambda rate: scale.Point(rate, 1.0), [1.0, 2.0], 3.0)
+    assert 20 < points[-1].rate < 30
+    assert math.isnan(scale.sustained(points, 3.0))
+
+
+def test_rates_fall_where_the_first_is_too_high(scale: ModuleType) -> None:
+    points = scale.search(lambda rate: scale.Point(rate, rate), [3.5, 4.0], 3.0)
+    assert [point.rate for point in points] == pytest.approx([3.5, 3.5 / 1.15, 3.5 / 1.15**2])
+    assert scale.sustained(points, 3.0) == pytest.approx(3.0)
+    never = scale.search(lambda rate: scale.Point(rate, float("inf")), [3.5, 4.0], 3.0)
+    assert never[-1].rate < 0.35
+    assert math.isnan(scale.sustained(never, 3.0))
 
 
 def test_who_is_alone_on_a_machine_is_faster(scale: ModuleType) -> None:
@@ -94,7 +111,7 @@ def test_a_prediction_that_is_too_far_off_fails(
         """Real ones, slower than was measured."""
         times = scale.Times({1: {1: [slow]}}, 0.0)
         yield SimpleNamespace(
-            idle_seconds=lambda *given: slow,
+            alone=lambda *given: None,
             point=lambda moments, rate: scale.simulated(times, number, moments, rate),
         )
 
@@ -104,6 +121,51 @@ def test_a_prediction_that_is_too_far_off_fails(
     with pytest.raises(SystemExit) as ended:
         scale.main()
     assert ended.value.code == fails
+
+
+def test_what_is_measured(scale: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Batches of every size by busy replicas, and what an idle one takes besides."""
+    answer = importlib.import_module("serving").Answer
+    asked: list[tuple[int, int, int, int]] = []
+
+    @contextlib.contextmanager
+    def replicas(number: int, options: Any, max_batch: int) -> Iterator[Any]:
+        def busy_seconds(requests: int, clients: int) -> list[float]:
+            asked.append((number, max_batch, requests, clients))
+            return [number + max_batch / 10]
+
+        alone = [answer({}, 0.0, seconds=2.0 + late, batch_seconds=1.75) for late in (0.0, 0.1, 9.0)]
+        yield SimpleNamespace(alone=lambda: alone, busy_seconds=busy_seconds)
+
+    monkeypatch.setattr(scale, "replicas", replicas)
+    out = tmp_path / "times.json"
+    given = ["measure", "--max-batch", "3", "--batches", "5", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["scale.py", *given])
+    scale.main()
+    times = scale.Times.read(out)
+    assert times.batches == {1: {1: [1.1], 2: [1.2], 3: [1.3]}, 2: {1: [2.1], 2: [2.2], 3: [2.3]}}
+    assert times.overhead == pytest.approx(0.35)
+    assert asked[:3] == [(1, 1, 5, 2), (1, 2, 10, 4), (1, 3, 15, 6)]
+    assert asked[3:] == [(2, 1, 10, 4), (2, 2, 20, 8), (2, 3, 30, 12)]
+
+
+def test_busy_replicas_without_the_beginning_and_the_end(scale: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals, answer = importlib.import_module("arrivals"), importlib.import_module("serving").Answer
+    running, numbers = 0, itertools.count()
+
+    async def send(http: Any, url: str, body: dict[str, Any]) -> Any:
+        nonlocal running
+        running += 1
+        at_once = running
+        await asyncio.sleep(0)
+        running -= 1
+        return answer(body, 0.0, arrivals.ACCEPTED, batch_seconds=next(numbers) + 100 * at_once)
+
+    monkeypatch.setattr(arrivals, "send", send)
+    found = arrivals.Server("http://nobody", "256x256", itertools.count()).busy_seconds(8, 3)
+    assert len(found) == 8
+    assert [seconds % 100 for seconds in found] == list(range(3, 11))
+    assert min(found) > 100
 
 
 def test_too_little_throughput_fails(scale: ModuleType) -> None:
