@@ -33,9 +33,9 @@ README_METHODS = (
     "nova:fast",
     "fastvar:fast",
     "sparsevar:fast",
-    "taper:0.12;entropies=clipart",
-    "taper:0.25;entropies=clipart",
-    "taper:0.4;entropies=clipart",
+    "taper:0.12",
+    "taper:0.25",
+    "taper:0.4",
     "truncate:2",
 )
 NAMES = {"none": "plain", "nova:paper": "NOVA()"}

@@ -4,11 +4,16 @@
     python benchmarks/results.py --only seconds           # some steps: `STEPS` names them
     python benchmarks/results.py --only tables --sweeps main --prompts 2    # a small table, an hour on a CPU
     python benchmarks/results.py --only documents         # no measurement: tables from docs/measured/embedded.json
+    python benchmarks/results.py --archive results.tar.xz --minutes 9    # on a machine that is lent for ten minutes
 
 Steps run one after the other, each a command of the package that is printed before it runs: calibrations and presets on
 the list of prompts that no table reports, then every table on the other two, then figures. What was measured is kept
 below results/ in a folder of these weights; a run that was stopped goes on there. The numbers that documents need go
 into docs/measured/embedded.json, and from there into the tables between `<!-- results: NAME -->` and `<!-- end -->`.
+
+An archive holds all of that but the documents, in one file of a few MB. It is read at the beginning if it is there, and
+written twice a minute and at the end, whatever ends the run; so a machine that is gone costs half a minute. With the
+archive, `--only documents` writes the documents on any other machine.
 
 Seconds are those of two CPU threads, and the only step that wants a quiet machine.
 """
@@ -16,20 +21,27 @@ Seconds are those of two CPU threads, and the only step that wants a quiet machi
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import os
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import result_tables
+from archive import RESULTS, pack, unpack
 from nextscale import Pipeline
 from nextscale.io.reading import read_json
 from nextscale.io.writing import as_json, atomic_write
@@ -38,7 +50,9 @@ from nextscale.research.evaluate.scenes import read_scene_prompts
 from nextscale.research.export.weights import weights_sha256
 
 ROOT = Path(__file__).parents[1]
-MEASURED = ROOT / "docs" / "measured" / "embedded.json"
+DOCS = ROOT / "docs"
+MEASURED = DOCS / "measured" / "embedded.json"
+FIGURES = ("curve.png", "kept.png", "entropy.png", "contact-sheet.jpg")
 TABLES = {  # sweep -> prompts of each task and background; None: all
     "main": None,
     "taper": None,
@@ -52,37 +66,75 @@ TABLES = {  # sweep -> prompts of each task and background; None: all
 PARTS = ("main", "taper")  # of the sweep `methods`
 EXAMPLE = ("two foxes above a blue heart", "--seed", "7")
 DIGITS = 5
+GPU_BATCH, GPU_JOBS = 90, 2  # images at a time; commands at a time, for a GPU waits for the host in between
+SAVE_EVERY, POLL = 30.0, 0.2  # seconds
+remembering, packing = threading.Lock(), threading.Lock()
+
+
+class Stopped(Exception):
+    """The time is over."""
 
 
 @dataclass
 class Results:
-    folder: Path
+    folder: Path  # of these weights
     device: str
     prompts: int | None  # of each task and background at most
     sweeps: tuple[str, ...] = tuple(TABLES)  # of the step "tables"
     so_far: bool = False  # compute nothing
+    archive: Path | None = None
+    ends_at: float = math.inf  # by the monotonic clock
+    jobs: int = 1
+    saved_at: float = field(default_factory=time.monotonic)
 
     @property
     def gpu(self) -> bool:
         return self.device.startswith("cuda")
 
     def command(self, *words: str, module: str = "nextscale") -> None:
+        """Run it to its end, or to that of the time; what it leaves behind is whole at any moment."""
         print(f"\n$ {'nextscale' if module == 'nextscale' else f'python -m {module}'} {shlex.join(words)}", flush=True)
         paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-        subprocess.run(
-            [sys.executable, "-m", module, *words],
-            check=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": paths},
-        )
+        command = [sys.executable, "-m", module, *words]
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths})
+        try:
+            while process.poll() is None and time.monotonic() < self.ends_at:
+                if time.monotonic() >= self.saved_at + SAVE_EVERY:
+                    self.save()
+                time.sleep(POLL)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+        if time.monotonic() >= self.ends_at:  # whoever ended this run has ended the command, too
+            raise Stopped
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
 
-    def calibrate(self, *words: str, out: Path) -> None:
-        """Fit a file of the package, once for these weights."""
+    def side_by_side(self, chains: Sequence[Callable[[], None]]) -> None:
+        """Do some work at the same time; what failed is told when the rest is done."""
+        with ThreadPoolExecutor(self.jobs) as pool:
+            started = [pool.submit(chain) for chain in chains]
+        for one in started:
+            one.result()
+
+    def save(self) -> None:
+        with packing:
+            self.saved_at = time.monotonic()
+            if self.archive is not None:
+                others = [MEASURED, *(DOCS / name for name in FIGURES), *PRESETS.glob("*.json")]
+                pack(self.archive, self.folder, ROOT, others)
+
+    def calibrate(self, *words: str, out: Path, used_by: str | None = None) -> None:
+        """Fit a file of the package, once for these weights; `used_by`: the method that names it."""
         made = self.folder / out.name
         if not made.exists():
             asked = self.folder / "tuning.txt"
-            asked.write_text("\n".join(s.prompt for s in read_scene_prompts("tuning")) + "\n")
+            with atomic_write(asked) as file:
+                file.write(("\n".join(s.prompt for s in read_scene_prompts("tuning")) + "\n").encode())
             self.command("calibrate", *words, "--prompts", str(asked), "--device", self.device, "--out", str(made))
+            for cell in [] if used_by is None else self.folder.glob(f"*/cells/*-{used_by}-*"):
+                cell.unlink()  # it was drawn with another file of that name
         shutil.copyfile(made, out)
 
     def sweep(self, name: str, lists: str, prompts: int | None) -> tuple[Path, str]:
@@ -90,8 +142,7 @@ class Results:
         fewest = min((n for n in (prompts, self.prompts) if n is not None), default=None)
         words = ["eval", "sweep", name, *(["--lists", lists] if lists != "white,full" else []), "--cost", "flops"]
         words += [] if fewest is None else ["--prompts", str(fewest)]
-        words += ["--batch", "120"] if self.gpu else []
-        words += ["--reference"] if name == "methods" else []
+        words += ["--batch", str(GPU_BATCH)] if self.gpu else []
         shared = "methods" if name in PARTS else name  # which has all of their settings, too
         out = self.folder / "-".join([shared, *([] if fewest is None else [str(fewest)])])
         self.command(*words, "--device", self.device, "--out", str(out), "--so-far" if self.so_far else "--quiet")
@@ -99,12 +150,19 @@ class Results:
 
 
 def calibrations(run: Results) -> None:
-    run.calibrate("toprovar", out=PRESETS / "toprovar-clipart.json")
-    run.calibrate("sparsevar", out=PRESETS / "sparsevar-clipart.json")
-    run.calibrate("shares", "--method", "sparsevar:clipart;tau=0.6", out=PRESETS / "table-sparsevar.json")
-    run.calibrate("taper", out=PRESETS / "entropies-clipart.json")
-    for target, name in (("0.95", "clipart"), ("0.98", "clipart-98")):
-        run.calibrate("skipvar", "--target", target, out=PRESETS / f"decision-{name}.json")
+    def sparsevar() -> None:
+        run.calibrate("sparsevar", out=PRESETS / "sparsevar-clipart.json")
+        run.calibrate(
+            "shares", "--method", "sparsevar:clipart;tau=0.6", out=PRESETS / "table-sparsevar.json", used_by="nova"
+        )
+
+    def others() -> None:
+        run.calibrate("taper", out=PRESETS / "entropies-clipart.json", used_by="taper")
+        for target, name in (("0.95", "clipart"), ("0.98", "clipart-98")):
+            run.calibrate("skipvar", "--target", target, out=PRESETS / f"decision-{name}.json", used_by="skipvar")
+        run.calibrate("toprovar", out=PRESETS / "toprovar-clipart.json")
+
+    run.side_by_side([sparsevar, others])
     found = {}
     for method in ("toprovar", "sparsevar"):
         content = read_json(run.folder / f"{method}-clipart.json", "a calibration")
@@ -124,18 +182,29 @@ def presets(run: Results) -> None:
 
 
 def tables(run: Results) -> None:
+    chains: dict[str, list[str]] = {}  # those of one folder follow each other
     for name in run.sweeps:
-        out, command = run.sweep(name, "white,full", TABLES[name])
-        content = read_json(out / "results.json", "a sweep")
-        rows = [{k: _short(v) for k, v in row.items()} for row in content["rows"]]
-        facts = {k: content["run"][k] for k in ("hardware", "torch")}
-        about = {"command": command, "images": content["settings"]["pictures"], **facts}
-        if name == "methods":
-            shutil.copyfile(out / "curve.png", ROOT / "docs" / "curve.png")
-        if name == "taper":
-            about["spread"] = {n: spread(found) for n, found in content["pictures"].items() if n != "none"}
-        remember(f"sweep {name}", {**about, "rows": rows})
-        remember("grader", content["grader"])
+        chains.setdefault("methods" if name in PARTS else name, []).append(name)
+
+    def follow(names: Sequence[str]) -> None:
+        for name in names:
+            table(run, name)
+
+    run.side_by_side([functools.partial(follow, names) for names in chains.values()])
+
+
+def table(run: Results, name: str) -> None:
+    out, command = run.sweep(name, "white,full", TABLES[name])
+    content = read_json(out / "results.json", "a sweep")
+    rows = [{k: _short(v) for k, v in row.items()} for row in content["rows"]]
+    facts = {k: content["run"][k] for k in ("hardware", "torch")}
+    about = {"command": command, "images": content["settings"]["pictures"], **facts}
+    if name == "methods":
+        shutil.copyfile(out / "curve.png", DOCS / "curve.png")
+    if name == "taper":
+        about["spread"] = {n: spread(found) for n, found in content["pictures"].items() if n != "none"}
+    remember(f"sweep {name}", {**about, "rows": rows})
+    remember("grader", content["grader"])
 
 
 def spread(records: list[dict[str, Any]]) -> dict[str, float]:
@@ -152,24 +221,36 @@ def spread(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def figures(run: Results) -> None:
-    docs = ROOT / "docs"
-    out = run.folder / "analysis"
-    run.command("analyze", *EXAMPLE, "--figures", "kept", "--device", run.device, "--out", str(out))
-    shutil.copyfile(out / "kept.png", docs / "kept.png")
-    entropy = run.folder / "entropy"
-    if not (entropy / "entropy.json").exists():
-        run.command("--run", str(entropy), module="training.entropy")
-    shutil.copyfile(entropy / "entropy.png", docs / "entropy.png")
-    found = read_json(entropy / "entropy.json", "the entropies")
+    def kept() -> None:
+        out = run.folder / "analysis"
+        if not (out / "kept.png").exists():
+            run.command("analyze", *EXAMPLE, "--figures", "kept", "--device", run.device, "--out", str(out))
+        shutil.copyfile(out / "kept.png", DOCS / "kept.png")
+
+    def sheet() -> None:
+        made = run.folder / "contact-sheet.jpg"
+        if not made.exists():
+            run.command("--out", str(made), module="training.contact_sheet")
+        shutil.copyfile(made, DOCS / made.name)
+
+    run.side_by_side([lambda: entropies(run), kept, sheet])
+
+
+def entropies(run: Results) -> None:
+    out = run.folder / "entropy"
+    if not (out / "entropy.json").exists():
+        run.command("--run", str(out), module="training.entropy")
+    shutil.copyfile(out / "entropy.png", DOCS / "entropy.png")
+    found = read_json(out / "entropy.json", "the entropies")
     scales = [{k: _short(v) for k, v in scale.items()} for scale in found["scales"]]
     keys = ("t_est", "alpha", "prompts", "eta_positive", "stars")
     remember("entropy", {**{k: found[k] for k in keys}, "scales": scales})
-    run.command("--out", str(docs / "contact-sheet.jpg"), module="training.contact_sheet")
 
 
 def seconds(run: Results) -> None:
     out = run.folder / "seconds.json"
-    run.command("--json", str(out), module="benchmarks.embedded")
+    if not out.exists():
+        run.command("--json", str(out), module="benchmarks.embedded")
     remember("seconds", read_json(out, "seconds"))
 
 
@@ -192,11 +273,12 @@ STEPS: dict[str, Callable[[Results], None]] = {
 
 def remember(name: str, found: Any) -> None:
     """Keep a result; those of other weights go."""
-    content = read_json(MEASURED, "what was measured") if MEASURED.exists() else {}
-    if name == "weights" and content.get("weights") != found:
-        content = {}
-    with atomic_write(MEASURED) as file:
-        file.write(as_json({**content, name: found}))
+    with remembering:
+        content = read_json(MEASURED, "what was measured") if MEASURED.exists() else {}
+        if name == "weights" and content.get("weights") != found:
+            content = {}
+        with atomic_write(MEASURED) as file:
+            file.write(as_json({**content, name: found}))
 
 
 def _short(value: Any) -> Any:
@@ -212,21 +294,52 @@ def main() -> None:
         "--prompts", type=int, help="of each task and background at most: a small measurement for a CPU"
     )
     parser.add_argument("--so-far", action="store_true", help="sweeps: only what was measured of all settings already")
-    parser.add_argument("--folder", type=Path, default=ROOT / "results")
+    parser.add_argument("--folder", type=Path, default=ROOT / RESULTS)
+    parser.add_argument("--archive", type=Path, help="a .tar.xz file of what was measured, to go on from and to write")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many; the same command goes on")
+    parser.add_argument("--jobs", type=int, help=f"commands at a time; default: {GPU_JOBS} on a GPU, else 1")
     options = parser.parse_args()
+    begun = time.monotonic()
     asked, sweeps = options.only.split(","), options.sweeps.split(",")
     for name, known in (*((step, STEPS) for step in asked), *((sweep, TABLES) for sweep in sweeps)):
         if name not in known:
             parser.error(f"unknown {name!r}; allowed: {', '.join(known)}")
-    if asked == ["documents"]:
+    if asked == ["documents"] and options.archive is None:
         documents()
         return
     weights = weights_sha256(Pipeline.from_pretrained(progress_bar=False))
+    if options.archive is not None and options.archive.exists():
+        unpack(options.archive, options.folder, weights[0][:12], ROOT)
     remember("weights", weights)
-    run = Results(options.folder / weights[0][:12], options.device, options.prompts, tuple(sweeps), options.so_far)
+    jobs = options.jobs or (GPU_JOBS if options.device.startswith("cuda") else 1)
+    ends_at = begun + 60 * options.minutes
+    run = Results(
+        options.folder / weights[0][:12],
+        options.device,
+        options.prompts,
+        tuple(sweeps),
+        options.so_far,
+        options.archive,
+        ends_at,
+        jobs,
+    )
     run.folder.mkdir(parents=True, exist_ok=True)
-    for name in asked:
-        STEPS[name](run)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: setattr(run, "ends_at", -math.inf))
+    work(run, asked)
+
+
+def work(run: Results, steps: Sequence[str]) -> None:
+    begun = time.monotonic()
+    try:
+        for name in steps:
+            STEPS[name](run)
+            print(f"step {name} ends after {time.monotonic() - begun:.0f} s", flush=True)
+    except Stopped:
+        documents()
+        raise SystemExit(f"stopped after {time.monotonic() - begun:.0f} s; the same command goes on") from None
+    finally:
+        run.save()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -123,3 +129,137 @@ def test_a_file_of_other_weights_is_forgotten(results, monkeypatch, tmp_path: Pa
     assert read_json(tmp_path / "embedded.json", "") == {"weights": ["a"], "seconds": 1}
     results.remember("weights", ["b"])
     assert read_json(tmp_path / "embedded.json", "") == {"weights": ["b"]}
+
+
+@pytest.fixture
+def archive(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("archive")
+
+
+def write(path: Path, text: str = "x") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_an_archive_goes_to_another_machine(archive, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    cell = write(here / "results/abc/methods-2/cells/0000-none.json", "[1]")
+    left_out = ("cells/0000-none.npy", "results.json", "cells/.0000-none.json.12345678.part", ".lock", "table.csv")
+    for name in left_out:
+        write(here / "results/abc/methods-2" / name)
+    write(here / "results/of-other-weights/x.json")
+    preset = write(here / "presets/nova-fast.json", "{}")
+    path = tmp_path / "results.tar.xz"
+    archive.pack(path, here / "results/abc", here, [preset, here / "never-made.png"])
+    cell.write_text("[2]")
+    archive.pack(path, here / "results/abc", here, [preset])
+    archive.unpack(path, there / "elsewhere", "abc", there)
+    files = sorted(str(p.relative_to(there)) for p in there.rglob("*") if p.is_file())
+    assert files == ["elsewhere/abc/methods-2/cells/0000-none.json", "presets/nova-fast.json"]
+    assert (there / files[0]).read_text() == "[2]"
+    with pytest.raises(SystemExit, match=r"results\.tar\.xz is of other weights: abc, not def"):
+        archive.unpack(path, there, "def", there)
+
+
+@pytest.mark.parametrize("name", ["../evil", "/evil", "results/abc/../../evil"])
+def test_an_archive_writes_nowhere_else(archive, name: str, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar.xz", "w:xz") as file:
+        file.addfile(tarfile.TarInfo(name))
+    with pytest.raises(SystemExit, match="is no archive of results: it holds"):
+        archive.unpack(tmp_path / "x.tar.xz", tmp_path / "results", "abc", tmp_path / "root")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["x.tar.xz"]
+
+
+SLOW = "import sys, time; open(sys.argv[1], 'w').write('cell'); time.sleep(60)"
+
+
+@pytest.fixture
+def slow(results, monkeypatch, tmp_path: Path) -> Path:
+    """A command that leaves something behind, and takes longer than anybody waits."""
+    write(tmp_path / "slow.py", SLOW)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(results, "MEASURED", tmp_path / "embedded.json")
+    monkeypatch.setattr(results, "documents", lambda: None)
+    monkeypatch.setattr(results, "pack", lambda path, folder, root, others: path.write_text(str(os.listdir(folder))))
+    (tmp_path / "abc").mkdir()
+    return tmp_path / "abc" / "cell"
+
+
+def test_a_run_ends_when_its_time_is_over(results, slow: Path, monkeypatch) -> None:
+    begun = time.monotonic()
+    run = results.Results(slow.parent, "cpu", 1, archive=slow.parents[1] / "x", ends_at=begun + 3)
+    monkeypatch.setitem(results.STEPS, "tables", lambda run: run.command(str(slow), module="slow"))
+    monkeypatch.setitem(results.STEPS, "figures", lambda run: pytest.fail("there is no time for it"))
+    with pytest.raises(SystemExit, match="the same command goes on"):
+        results.work(run, ["tables", "figures"])
+    assert 3 <= time.monotonic() - begun < 30
+    assert run.archive.read_text() == "['cell']"
+
+
+def test_an_archive_is_written_while_commands_run(results, slow: Path, monkeypatch) -> None:
+    monkeypatch.setattr(results, "SAVE_EVERY", 0.5)
+    run = results.Results(slow.parent, "cpu", 1, archive=slow.parents[1] / "x", ends_at=time.monotonic() + 30)
+
+    def pack(*arguments) -> None:
+        run.ends_at = -1  # before the end, which saves as well
+        saved.append(os.listdir(slow.parent))
+
+    saved: list[list[str]] = []
+    monkeypatch.setattr(results, "pack", pack)
+    with pytest.raises(results.Stopped):
+        run.command(str(slow), module="slow")
+    assert len(saved) == 1
+
+
+def test_what_fails_does_not_stop_the_rest(results, tmp_path: Path) -> None:
+    done = []
+
+    def fails() -> None:
+        raise subprocess.CalledProcessError(1, "x")
+
+    run = results.Results(tmp_path, "cpu", 1, jobs=2)
+    with pytest.raises(subprocess.CalledProcessError):
+        run.side_by_side([fails, lambda: done.append(1), lambda: done.append(2)])
+    assert done == [1, 2]
+
+
+KILLED = """
+import sys, types
+import results
+from pathlib import Path
+results.Pipeline = types.SimpleNamespace(from_pretrained=lambda **options: None)
+results.weights_sha256 = lambda pipe: ["abc"]
+results.MEASURED = Path(sys.argv[1], "docs", "embedded.json")
+results.ROOT = results.PRESETS = results.DOCS = Path(sys.argv[1])
+results.documents = lambda: None
+results.STEPS["tables"] = lambda run: run.command(str(run.folder / "cell"), module="slow")
+sys.argv[1:] = ["--only", "tables", "--device", "cpu", "--folder", sys.argv[1] + "/results", *sys.argv[2:]]
+results.main()
+"""
+
+
+def test_who_is_told_to_stop_saves_first(tmp_path: Path) -> None:
+    write(tmp_path / "slow.py", SLOW)
+    paths = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT / "src"), str(tmp_path)])
+    archive = tmp_path / "results.tar.xz"
+    command = [sys.executable, "-c", KILLED, str(tmp_path), "--archive", str(archive)]
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not (tmp_path / "results/abc/cell").exists():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        said = process.stderr.read()
+    assert process.returncode == 1
+    assert said.splitlines()[-1].endswith("the same command goes on")
+    with tarfile.open(archive) as file:
+        assert file.getnames() == ["results/abc/cell", "docs/embedded.json"]
+    write(tmp_path / "docs/embedded.json", "{}")
+    (tmp_path / "results/abc/cell").unlink()
+    command[-2:-2] = ["--minutes", "0"]  # reads the archive, and has no time for more
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.DEVNULL, check=False)
+    assert (tmp_path / "results/abc/cell").read_text() == "cell"
+    assert read_json(tmp_path / "docs/embedded.json", "")["weights"] == ["abc"]

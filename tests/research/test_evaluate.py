@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.files import DATA
 from support.killing import kill_after
 from typer.testing import CliRunner
 
@@ -423,6 +424,18 @@ def test_presets_are_the_cheapest_settings_that_come_near_enough() -> None:
     assert (found[auto]["balanced"], found[auto]["fast"]) == ("truncate:balanced", "truncate:fast"), "of all methods"
     assert set(found) == both | {auto}
     assert set(presets(rows, methods, "flops", "clipart", "here")) == {n for n in both | {auto} if "faithful" not in n}
+
+
+def test_a_sweep_leaves_out_what_was_not_calibrated(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("nextscale.methods.package_data.PRESETS", tmp_path)
+    fixed = ("taper:0.12", "taper:0.25", "taper:0.4")
+    assert read_sweep("taper").curves["taper, fixed shares"] == fixed
+    assert "taper" not in read_sweep("taper").curves
+    assert caplog.messages[0].startswith("the sweep taper leaves out taper:0.12;entropies=clipart, taper:0.25;")
+    (tmp_path / "entropies-clipart.json").write_text((DATA / "taper_entropies.json").read_text())
+    caplog.clear()
+    assert read_sweep("taper").curves["taper"] == tuple(f"{name};entropies=clipart" for name in fixed)
+    assert not caplog.messages
 
 
 def test_an_unknown_sweep() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,10 @@ from nextscale.errors import NextscaleError, choices
 from nextscale.io.reading import read_json
 from nextscale.methods import Method
 from nextscale.methods.naming import PLAIN, parse_method
+from nextscale.methods.package_data import stored
+from nextscale.methods.typical_entropies import KIND
+
+logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "sweeps"
 FIELDS = ("schema", "about", "curves", "faithful")
@@ -34,7 +40,8 @@ def sweep_names() -> list[str]:
 
 def read_sweep(name: str) -> Sweep:
     path = FOLDER / f"{name}.json"
-    path = path if name in sweep_names() else Path(name)
+    is_ours = name in sweep_names()
+    path = path if is_ours else Path(name)
     if not os.path.isfile(path):
         raise NextscaleError(f"unknown sweep {name!r:.200}; allowed: {choices(sweep_names())}, or a .json file")
     content = read_json(path, "a sweep")
@@ -48,6 +55,8 @@ def read_sweep(name: str) -> Sweep:
         if not isinstance(entries, list) or not entries or not all(isinstance(e, str) for e in entries):
             raise NextscaleError(f'{path}: the curve {curve!r} must be a list of methods, e.g. ["truncate:1"]')
         curves[curve] = tuple(entries)
+    if is_ours:
+        curves = _calibrated(name, curves)
     faithful = content.get("faithful", [])
     if not isinstance(faithful, list) or not all(name in curves for name in faithful):
         raise NextscaleError(f"{path}: 'faithful' must be a list of its curves: {choices(curves)}")
@@ -56,3 +65,15 @@ def read_sweep(name: str) -> Sweep:
         raise NextscaleError(f"{path} has no curve")
     sweep.methods  # noqa: B018 - a wrong method is named before anything is computed
     return sweep
+
+
+def _calibrated(name: str, curves: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The curves without settings whose entropies the package does not have yet."""
+    named = {entry: re.search(r"\bentropies=([\w-]+)", entry) for entries in curves.values() for entry in entries}
+    missing = [entry for entry, found in named.items() if found and not stored(KIND, found[1]).is_file()]
+    if missing:
+        logger.warning(
+            "the sweep %s leaves out %s: `nextscale calibrate taper` was not run for them", name, ", ".join(missing)
+        )
+    left = {curve: tuple(entry for entry in entries if entry not in missing) for curve, entries in curves.items()}
+    return {curve: entries for curve, entries in left.items() if entries}
