@@ -73,7 +73,7 @@ def test_resources() -> None:
 
 
 def test_what_a_worker_takes() -> None:
-    gpus, cores = {"CPU": 16.0, "GPU": 8.0}, {"CPU": 4.0}
+    gpus, cores = [{"CPU": 16.0, "GPU": 8.0}, {"CPU": 4.0}], [{"CPU": 4.0}]
     assert Placement().needs(None, gpus) == {"GPU": 1.0}
     assert Placement().needs("cpu", gpus) == Placement().needs(None, cores) == {"CPU": 1.0}
     assert Placement().room({"GPU": 1.0}, gpus) == 8
@@ -82,9 +82,11 @@ def test_what_a_worker_takes() -> None:
     assert four.needs("cpu", gpus) == {"CPU": 4.0}
     assert four.needs(None, gpus) == {"GPU": 1.0, "CPU": 4.0}, "cores beside the GPU, not in its place"
     assert Placement(resources=(("GPU", 0.5),)).needs(None, gpus) == {"GPU": 0.5}
-    assert four.room({"CPU": 4.0}, gpus) == 4
+    assert four.room({"CPU": 4.0}, gpus) == 5
+    assert four.room({"CPU": 4.0}, [{"CPU": 6.0}] * 2) == 2, "a third would wait for ever for what two nodes have left"
+    assert four.room({"GPU": 1.0, "CPU": 4.0}, [{"CPU": 30.0, "GPU": 8.0}] * 2) == 14
     assert Placement(replicas=3).room({"CPU": 4.0}, cores) == 3
-    with pytest.raises(NextscaleError, match="a worker needs 1 GPU, and the cluster has 0 GPU; --replicas waits"):
+    with pytest.raises(NextscaleError, match="a worker needs 1 GPU, and a node has 0 GPU at most; --replicas waits"):
         Placement().room({"GPU": 1.0}, cores)
     assert as_options({"CPU": 2.0, "big": 1.0}) == {"num_cpus": 2.0, "num_gpus": 0, "resources": {"big": 1.0}}
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import ray
 from openai import APIError, APIStatusError, AuthenticationError, BadRequestError, OpenAI, RateLimitError
-from processes import titled, wait_for
+from processes import descendants, titled, wait_for
 from ray import serve
 
 from nextscale.serve import proxy
@@ -27,6 +27,12 @@ from nextscale.serve.ray import NAME, deployment
 KEY = "a-key"
 CONFIG = {"model": "clipart", "method": "truncate:5", "api_key": KEY}  # half a second for an image of 512 x 512
 SMALL = {"size": "256x256", "extra_body": {"seed": 7}}
+
+
+def replicas() -> list[int]:
+    """Processes of our own replicas, whatever else the machine serves."""
+    ours = descendants(os.getpid())
+    return [pid for pid in titled("ray::ServeReplica") if pid in ours]
 
 
 def deploy(**options: Any) -> None:
@@ -163,7 +169,7 @@ def test_a_client_who_leaves_is_noticed(client: OpenAI, url: str) -> None:
 
 def test_a_replica_dies_under_load(client: OpenAI, url: str) -> None:
     with Load(client.with_options(max_retries=2), 4) as load:
-        os.kill(titled("ray::ServeReplica")[0], signal.SIGKILL)
+        os.kill(replicas()[0], signal.SIGKILL)
         before = len(load.answers)
         assert wait_for(lambda: len(counts(url, "nextscale_ready")) == 2), "another takes its place"
         assert wait_for(lambda: len(load.answers) > before + 8)
@@ -173,7 +179,7 @@ def test_a_replica_dies_under_load(client: OpenAI, url: str) -> None:
 def test_what_a_dead_replica_leaves_can_be_tried_again(client: OpenAI, url: str) -> None:
     """Without retries: every request is answered, or refused in a way that the client may try again."""
     with Load(client, 4) as load:
-        os.kill(titled("ray::ServeReplica")[0], signal.SIGKILL)
+        os.kill(replicas()[0], signal.SIGKILL)
         assert wait_for(lambda: len(counts(url, "nextscale_ready")) == 2)
     failed = [answer for answer in load.answers if isinstance(answer, Exception)]
     assert 0 < len(failed) <= 4, "those that it was at work on"
@@ -188,7 +194,7 @@ def test_a_stream_whose_replica_dies_ends_with_an_error(client: OpenAI, url: str
     slow = {"size": "512x512", "extra_body": {"method": "none", "previews": "all"}}
     with client.images.generate(prompt="a red fox", stream=True, **slow) as stream:
         next(iter(stream))
-        for pid in titled("ray::ServeReplica"):
+        for pid in replicas():
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(APIError, match="the replica that worked on the request has died"):
             list(stream)

@@ -66,9 +66,9 @@ def pipelines(
 
     source = absolute(source_of(model, weights))
     options = {name: absolute(value) for name, value in options.items()}
-    with connected(placement.address) as cluster:
-        needs = placement.needs(device, cluster)
-        replicas = placement.room(needs, cluster)
+    with connected(placement.address) as nodes:
+        needs = placement.needs(device, nodes)
+        replicas = placement.room(needs, nodes)
         device = device or ("cuda" if needs.get("GPU") else default_device())
         options |= {"model": model, "dtype": dtype or default_dtype(device)}
         # Here it is asked for settings only: the GPUs belong to the workers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,21 +28,21 @@ class Placement:
         require_ray()
         return cls(read_address(address), replicas, read_resources(resources))
 
-    def needs(self, device: str | None, cluster: Mapping[str, float]) -> dict[str, float]:
-        """What each worker takes, on a device or on the best that the cluster has."""
-        on_gpu = cluster.get(GPU, 0) >= 1 if device is None else device.startswith("cuda")
+    def needs(self, device: str | None, nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """What each worker takes, on a device or on the best that the nodes of the cluster have."""
+        on_gpu = any(node.get(GPU, 0) >= 1 for node in nodes) if device is None else device.startswith("cuda")
         return {GPU if on_gpu else CPU: 1.0, **dict(self.resources)}
 
-    def room(self, needs: Mapping[str, float], cluster: Mapping[str, float]) -> int:
-        """How many workers to start."""
+    def room(self, needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
+        """How many workers to start: a worker is on one node, whatever others have left."""
         if self.replicas is not None:
             return self.replicas
-        found = min(int(cluster.get(name, 0) / number) for name, number in needs.items() if number)
+        found = sum(min(int(node.get(name, 0) / number) for name, number in needs.items()) for node in nodes)
         if not found:
             lacking = ", ".join(f"{number:g} {name}" for name, number in needs.items())
-            there = ", ".join(f"{cluster.get(name, 0):g} {name}" for name in needs)
+            there = ", ".join(f"{max(node.get(name, 0) for node in nodes):g} {name}" for name in needs)
             raise NextscaleError(
-                f"a worker needs {lacking}, and the cluster has {there}; --replicas waits for nodes that are to come"
+                f"a worker needs {lacking}, and a node has {there} at most; --replicas waits for nodes that are to come"
             )
         return found
 

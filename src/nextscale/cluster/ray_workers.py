@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from nextscale.cluster.environment import LOOPBACK, prepare
 from nextscale.cluster.placement import as_options
 from nextscale.cluster.workers import R, U, Work, Workers
 from nextscale.errors import NextscaleError, first_line
+from nextscale.io.devices import lost_device
 from nextscale.pipeline import Pipeline
 
 OBJECT_STORE = 10**8  # bytes of a cluster that is started here: images do not travel through it
@@ -47,8 +49,8 @@ class Unusable:
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[Mapping[str, float]]:
-    """Join a cluster, or start one on this machine that ends with this process; yields its resources."""
+def connected(address: str) -> Iterator[list[Mapping[str, float]]]:
+    """Join a cluster, or start one on this machine that ends with this process; yields the resources of its nodes."""
     prepare()
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
@@ -60,7 +62,7 @@ def connected(address: str) -> Iterator[Mapping[str, float]]:
         raise NextscaleError(f"the cluster at {address!r} cannot be joined: {reason}") from None
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     try:
-        yield ray.cluster_resources()
+        yield [node["Resources"] for node in ray.nodes() if node["Alive"]]
     finally:
         ray.shutdown()
 
@@ -78,7 +80,7 @@ class PipelineActor:
             self.unusable = Unusable(str(error))
 
     def do(self, work: Work[Any, Any], index: int, unit: Any) -> Numbered:
-        return index, self.unusable or attempt(lambda unit: work(self.pipe)(unit), unit)
+        return index, self.unusable or attempt(lambda unit: work(self.pipe)(unit), unit, self.pipe)
 
     def ping(self) -> None: ...
 
@@ -96,8 +98,8 @@ class DataActor(PipelineActor):
             self.unusable = Unusable(str(error))
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
-        results = [cloudpickle.dumps(self.unusable or attempt(self.work, pickle.loads(unit))) for unit in rows["unit"]]
-        return {"index": rows["index"], "result": results}
+        results = [self.unusable or attempt(self.work, pickle.loads(unit), self.pipe) for unit in rows["unit"]]
+        return {"index": rows["index"], "result": [cloudpickle.dumps(result) for result in results]}
 
 
 class RayDataWorkers(Workers):
@@ -158,11 +160,14 @@ def is_alive(actor: Any) -> bool:
     return True
 
 
-def attempt(do: Callable[[Any], Any], unit: Any) -> Any:
-    """The result, or `Failure`: an error must not end the other units."""
+def attempt(do: Callable[[Any], Any], unit: Any, pipe: Pipeline) -> Any:
+    """The result, or `Failure`: an error must not end the other units. A worker whose GPU is lost dies, or all that are
+    left would fail there, too; another one does the unit."""
     try:
         return do(unit)
     except Exception as error:
+        if lost_device(pipe.device) is not None:
+            os._exit(1)
         is_ours = not isinstance(error, NextscaleError)
         message = f"{type(error).__name__}: {error}" if is_ours else str(error)
         return Failure(message, is_ours, traceback.format_exc())

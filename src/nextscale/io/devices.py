@@ -128,3 +128,12 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done all its work, so that a clock can be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def lost_device(device: torch.device) -> Exception | None:
+    """Why a GPU can do nothing more, as after an illegal access; None if it can."""
+    try:
+        synchronize(device)
+    except RuntimeError as error:
+        return error
+    return None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from nextscale.errors import NextscaleError, OutOfMemory, choices
+from nextscale.io.devices import lost_device
 from nextscale.serve.batch_run import BatchRun, EndRun
 from nextscale.serve.batching import BatchQueue
 from nextscale.serve.jobs import Canceled, Draining, Event, Failed, Finished, ImageJob, InvalidJob, NoMemory, QueueFull
@@ -256,13 +257,3 @@ class Engine:
 
 def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (OutOfMemory, torch.OutOfMemoryError, MemoryError))
-
-
-def lost_device(device: torch.device) -> Exception | None:
-    """Why a GPU can do nothing more, as after an illegal access; None if it can."""
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        return error
-    return None
