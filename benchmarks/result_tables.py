@@ -120,6 +120,10 @@ def sweep_table(name: str) -> Callable[[Measured], str]:
     return make
 
 
+def methods(measured: Measured) -> str:
+    return f"![quality against FLOPs of all methods](curve.png)\n\n{sweep_table('methods')(measured)}"
+
+
 def readme(measured: Measured) -> str:
     sweep = Sweep(measured, "main")
     times = {row["method"]: row for row in measured.get("seconds", {}).get("rows", ())}
@@ -220,7 +224,8 @@ def taper(measured: Measured) -> str:
         f = found[name]
         shares = [f"{100 * f[key]:.1f} %" for key in ("flops", "most")]
         rows.append([f"`{name}`", *shares, f"{f['psnr']:.1f}", f"{f['worst']:.1f}", f"{f['dissimilarity']:.4f}"])
-    return f"{table(head, rows)}\n\n{sweep.about()}"
+    figure = "![quality against FLOPs of Taper, adaptive and with fixed shares, and of truncation](taper-curve.png)"
+    return f"{figure}\n\n{table(head, rows)}\n\n{sweep.about()}"
 
 
 def seconds(measured: Measured) -> str:
@@ -256,6 +261,7 @@ def _percent(value: float | None) -> str:
 
 
 SWEEPS = ("methods", "nova-table4", "nova-table5", "toprovar-table4", "sparsevar-table4", "sparsevar-table5")
+SWEEPS += ("taper-experiments",)
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Measured], str]]] = {  # name -> what it needs, what makes it
     "readme": (("sweep main",), readme),
     "findings": (("sweep main",), findings),
@@ -267,4 +273,5 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Measured], str]]] = {  # name
     "seconds": (("seconds",), seconds),
     "activation": (("entropy",), activation),
     **{name: ((f"sweep {name}",), sweep_table(name)) for name in SWEEPS},
+    "methods": (("sweep methods",), methods),
 }

@@ -151,7 +151,7 @@ def test_an_archive_goes_to_another_machine(archive, tmp_path: Path) -> None:
         write(here / "results/abc/methods-2" / name)
     write(here / "results/of-other-weights/x.json")
     preset = write(here / "presets/nova-fast.json", "{}")
-    path = tmp_path / "results.tar.xz"
+    path = tmp_path / "results.tar.gz"
     archive.pack(path, here / "results/abc", here, [preset, here / "never-made.png"])
     cell.write_text("[2]")
     archive.pack(path, here / "results/abc", here, [preset])
@@ -159,17 +159,17 @@ def test_an_archive_goes_to_another_machine(archive, tmp_path: Path) -> None:
     files = sorted(str(p.relative_to(there)) for p in there.rglob("*") if p.is_file())
     assert files == ["elsewhere/abc/methods-2/cells/0000-none.json", "presets/nova-fast.json"]
     assert (there / files[0]).read_text() == "[2]"
-    with pytest.raises(SystemExit, match=r"results\.tar\.xz is of other weights: abc, not def"):
+    with pytest.raises(SystemExit, match=r"results\.tar\.gz is of other weights: abc, not def"):
         archive.unpack(path, there, "def", there)
 
 
 @pytest.mark.parametrize("name", ["../evil", "/evil", "results/abc/../../evil"])
 def test_an_archive_writes_nowhere_else(archive, name: str, tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "x.tar.xz", "w:xz") as file:
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as file:
         file.addfile(tarfile.TarInfo(name))
     with pytest.raises(SystemExit, match="is no archive of results: it holds"):
-        archive.unpack(tmp_path / "x.tar.xz", tmp_path / "results", "abc", tmp_path / "root")
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["x.tar.xz"]
+        archive.unpack(tmp_path / "x.tar.gz", tmp_path / "results", "abc", tmp_path / "root")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["x.tar.gz"]
 
 
 SLOW = "import sys, time; open(sys.argv[1], 'w').write('cell'); time.sleep(60)"
@@ -243,7 +243,7 @@ results.main()
 def test_who_is_told_to_stop_saves_first(tmp_path: Path) -> None:
     write(tmp_path / "slow.py", SLOW)
     paths = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT / "src"), str(tmp_path)])
-    archive = tmp_path / "results.tar.xz"
+    archive = tmp_path / "results.tar.gz"
     command = [sys.executable, "-c", KILLED, str(tmp_path), "--archive", str(archive)]
     with subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True
