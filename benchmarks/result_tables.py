@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nextscale.methods import Method
+from nextscale.methods.auto import AUTO
 from nextscale.methods.naming import format_method, parse_method
 from nextscale.research.evaluate.scenes import BACKGROUNDS
 
@@ -142,14 +143,18 @@ def presets(measured: Measured) -> str:
     """What each preset is, and what it was measured to be on the list that it was chosen on."""
     found = measured["presets"]
     head = ["preset", "settings", "FLOPs", "SSIM", "PSNR", "scenes"]
+    chosen, best = dict(found["chosen"]), ""
+    for stem in [stem for stem in chosen if stem.startswith(f"{AUTO}-")]:
+        levels = chosen.pop(stem)
+        best = f"\n\n`{AUTO}` is `{levels['balanced']}` on this model, `{AUTO}:fast` is `{levels['fast']}`."
     rows = []
-    for stem, content in found["chosen"].items():
+    for stem, content in chosen.items():
         method = _method(content)
         on = [content["measured"][b] for b in BACKGROUNDS]
         share = " / ".join(f"{100 * m['flops']:.1f}" for m in on)
         numbers = [" / ".join(form.format(m[key]) for m in on) for key, form in _NUMBERS.items()]
         rows.append([f"`{stem.replace('-', ':', 1)}`", f"`{format_method(method)}`", f"{share} %", *numbers])
-    return f"    {found['command']}\n\n{table(head, rows)}"
+    return f"    {found['command']}\n\n{table(head, rows)}{best}"
 
 
 def _method(content: dict[str, Any]) -> Method | None:
