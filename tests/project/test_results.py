@@ -148,6 +148,11 @@ def test_settings_of_the_main_sweep_are_measured_once(results, monkeypatch, tmp_
         assert all(method in known for method in read_sweep(name).methods.values()), name
 
 
+def test_the_readme_has_the_seconds_of_all_its_methods(tables) -> None:
+    timed = importlib.import_module("embedded").METHODS.split(",")
+    assert {name for name in tables.README_METHODS if name != PLAIN} <= set(timed)
+
+
 def test_what_a_setting_does_to_different_images(results) -> None:
     """Lists count alike, the worst tenth is that of all images."""
     records = [{"background": "white", "flops": 0.1, "psnr": 30 + n, "ssim": 0.9} for n in range(16)]
