@@ -12,7 +12,7 @@ import torch
 from support.methods import ENTROPIES
 from support.pipelines import ask
 
-from nextscale import Taper, Truncate
+from nextscale import DropGuidance, Taper, Truncate
 from nextscale.engine.entropy import token_entropy
 from nextscale.engine.schedule import Schedule
 from nextscale.engine.trace import Costs
@@ -128,6 +128,11 @@ def test_the_last_scale_is_unguided_only_where_that_pays(infinity) -> None:
     assert rows(Taper(budget=0.55, unguided=False)) == [2] * 7
     assert rows(Taper(budget=0.97)) == [2] * 7
     assert rows(Taper(budget=0.15))[-1] == 0
+
+
+def test_a_budget_counts_with_the_guidance_of_the_call(infinity) -> None:
+    image = ask(infinity, 1, method=Taper(budget=0.5) + DropGuidance(5)).trace.image(0)
+    assert image["flops"] / image["flops_full"] < 0.45
 
 
 def highest_nearby(map_: np.ndarray) -> np.ndarray:
