@@ -43,6 +43,7 @@ import torch
 import result_tables
 from archive import RESULTS, pack, unpack
 from nextscale import Pipeline
+from nextscale.errors import NextscaleError
 from nextscale.io.reading import read_json
 from nextscale.io.writing import as_json, atomic_write
 from nextscale.methods.package_data import PRESETS
@@ -333,16 +334,23 @@ def main() -> None:
 
 
 def work(run: Results, steps: Sequence[str]) -> None:
-    begun = time.monotonic()
+    """One step after the other; a machine that is lent does not wait for what failed."""
+    begun, failed = time.monotonic(), []
     try:
         for name in steps:
-            STEPS[name](run)
+            try:
+                STEPS[name](run)
+            except (subprocess.CalledProcessError, NextscaleError, OSError) as error:
+                failed.append(name)
+                print(error, file=sys.stderr)
             print(f"step {name} ends after {time.monotonic() - begun:.0f} s", flush=True)
     except Stopped:
         documents()
         raise SystemExit(f"stopped after {time.monotonic() - begun:.0f} s; the same command goes on") from None
     finally:
         run.save()
+    if failed:
+        raise SystemExit(f"these steps failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -324,6 +324,18 @@ def test_a_run_that_goes_on_repeats_only_what_is_cheap(results, monkeypatch, tmp
     assert not any(name.endswith("results.json") for name in names)
 
 
+def test_a_step_that_fails_does_not_stop_the_next(results, monkeypatch, tmp_path: Path) -> None:
+    def fails(run) -> None:
+        raise subprocess.CalledProcessError(1, "x")
+
+    done = []
+    monkeypatch.setattr(results, "STEPS", {"a": fails, "b": done.append})
+    run = results.Results(tmp_path, "cpu", 1)
+    with pytest.raises(SystemExit, match="these steps failed: a$"):
+        results.work(run, ["a", "b"])
+    assert done == [run]
+
+
 KILLED = """
 import sys, types
 import results
