@@ -331,7 +331,7 @@ def test_a_step_that_fails_does_not_stop_the_next(results, monkeypatch, tmp_path
     done = []
     monkeypatch.setattr(results, "STEPS", {"a": fails, "b": done.append})
     run = results.Results(tmp_path, "cpu", 1)
-    with pytest.raises(SystemExit, match="these steps failed: a$"):
+    with pytest.raises(SystemExit, match=r"these steps failed: a$"):
         results.work(run, ["a", "b"])
     assert done == [run]
 
