@@ -21,7 +21,7 @@ def pack(path: Path, folder: Path, root: Path, others: Iterable[Path]) -> None:
     found = sorted(p for p in folder.rglob("*") if p.is_file() and not p.as_posix().endswith(LEFT_OUT))
     names = {p: Path(RESULTS, p.relative_to(folder.parent)) for p in found}
     names |= {p: p.relative_to(root) for p in sorted(others) if p.is_file()}
-    with atomic_write(path) as file, tarfile.open(fileobj=file, mode="w:xz", preset=3) as archive:
+    with atomic_write(path) as file, tarfile.open(fileobj=file, mode="w:gz", compresslevel=6) as archive:
         for place, name in names.items():
             with contextlib.suppress(FileNotFoundError):  # others are at work there
                 content = place.read_bytes()

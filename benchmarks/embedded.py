@@ -36,7 +36,7 @@ PROMPTS = (
 METHODS = (
     "nova:paper,nova:balanced,nova:faithful,nova:fast,nova:balanced;metric=random,fastvar:balanced,fastvar:fast,"
     "sparsevar:balanced,sparsevar:fast,toprovar:balanced,skipvar:balanced,skipvar:fast,drop_guidance:balanced,"
-    "truncate:1,truncate:2,truncate:3"
+    "taper:0.07,taper:0.12,taper:0.25,taper:0.4,truncate:1,truncate:2,truncate:3"
 )
 
 

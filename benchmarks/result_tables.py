@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nextscale.methods import Method
+from nextscale.methods.auto import AUTO
 from nextscale.methods.naming import format_method, parse_method
 from nextscale.research.evaluate.scenes import BACKGROUNDS
 
@@ -120,6 +121,10 @@ def sweep_table(name: str) -> Callable[[Measured], str]:
     return make
 
 
+def methods(measured: Measured) -> str:
+    return f"![quality against FLOPs of all methods](curve.png)\n\n{sweep_table('methods')(measured)}"
+
+
 def readme(measured: Measured) -> str:
     sweep = Sweep(measured, "main")
     times = {row["method"]: row for row in measured.get("seconds", {}).get("rows", ())}
@@ -138,14 +143,18 @@ def presets(measured: Measured) -> str:
     """What each preset is, and what it was measured to be on the list that it was chosen on."""
     found = measured["presets"]
     head = ["preset", "settings", "FLOPs", "SSIM", "PSNR", "scenes"]
+    chosen, best = dict(found["chosen"]), ""
+    for stem in [stem for stem in chosen if stem.startswith(f"{AUTO}-")]:
+        levels = chosen.pop(stem)
+        best = f"\n\n`{AUTO}` is `{levels['balanced']}` on this model, `{AUTO}:fast` is `{levels['fast']}`."
     rows = []
-    for stem, content in found["chosen"].items():
+    for stem, content in chosen.items():
         method = _method(content)
         on = [content["measured"][b] for b in BACKGROUNDS]
         share = " / ".join(f"{100 * m['flops']:.1f}" for m in on)
         numbers = [" / ".join(form.format(m[key]) for m in on) for key, form in _NUMBERS.items()]
         rows.append([f"`{stem.replace('-', ':', 1)}`", f"`{format_method(method)}`", f"{share} %", *numbers])
-    return f"    {found['command']}\n\n{table(head, rows)}"
+    return f"    {found['command']}\n\n{table(head, rows)}{best}"
 
 
 def _method(content: dict[str, Any]) -> Method | None:
@@ -220,7 +229,8 @@ def taper(measured: Measured) -> str:
         f = found[name]
         shares = [f"{100 * f[key]:.1f} %" for key in ("flops", "most")]
         rows.append([f"`{name}`", *shares, f"{f['psnr']:.1f}", f"{f['worst']:.1f}", f"{f['dissimilarity']:.4f}"])
-    return f"{table(head, rows)}\n\n{sweep.about()}"
+    figure = "![quality against FLOPs of Taper, adaptive and with fixed shares, and of truncation](taper-curve.png)"
+    return f"{figure}\n\n{table(head, rows)}\n\n{sweep.about()}"
 
 
 def seconds(measured: Measured) -> str:
@@ -256,6 +266,7 @@ def _percent(value: float | None) -> str:
 
 
 SWEEPS = ("methods", "nova-table4", "nova-table5", "toprovar-table4", "sparsevar-table4", "sparsevar-table5")
+SWEEPS += ("taper-experiments",)
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Measured], str]]] = {  # name -> what it needs, what makes it
     "readme": (("sweep main",), readme),
     "findings": (("sweep main",), findings),
@@ -267,4 +278,5 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Measured], str]]] = {  # name
     "seconds": (("seconds",), seconds),
     "activation": (("entropy",), activation),
     **{name: ((f"sweep {name}",), sweep_table(name)) for name in SWEEPS},
+    "methods": (("sweep methods",), methods),
 }

@@ -4,7 +4,7 @@
     python benchmarks/results.py --only seconds           # some steps: `STEPS` names them
     python benchmarks/results.py --only tables --sweeps main --prompts 2    # a small table, an hour on a CPU
     python benchmarks/results.py --only documents         # no measurement: tables from docs/measured/embedded.json
-    python benchmarks/results.py --archive results.tar.xz --minutes 9    # on a machine that is lent for ten minutes
+    python benchmarks/results.py --archive results.tar.gz --minutes 9    # on a machine that is lent for ten minutes
 
 Steps run one after the other, each a command of the package that is printed before it runs: calibrations and presets on
 the list of prompts that no table reports, then every table on the other two, then figures. What was measured is kept
@@ -43,6 +43,7 @@ import torch
 import result_tables
 from archive import RESULTS, pack, unpack
 from nextscale import Pipeline
+from nextscale.errors import NextscaleError
 from nextscale.io.reading import read_json
 from nextscale.io.writing import as_json, atomic_write
 from nextscale.methods.package_data import PRESETS
@@ -52,7 +53,8 @@ from nextscale.research.export.weights import weights_sha256
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 MEASURED = DOCS / "measured" / "embedded.json"
-FIGURES = ("curve.png", "kept.png", "entropy.png", "contact-sheet.jpg")
+CURVES = {"methods": "curve.png", "taper": "taper-curve.png"}  # of sweeps
+FIGURES = (*CURVES.values(), "kept.png", "taper-shares.png", "entropy.png", "contact-sheet.jpg")
 TABLES = {  # sweep -> prompts of each task and background; None: all
     "main": None,
     "taper": None,
@@ -62,6 +64,7 @@ TABLES = {  # sweep -> prompts of each task and background; None: all
     "toprovar-table4": 20,
     "sparsevar-table4": 20,
     "sparsevar-table5": 20,
+    "taper-experiments": 20,
 }
 PARTS = ("main", "taper")  # of the sweep `methods`
 EXAMPLE = ("two foxes above a blue heart", "--seed", "7")
@@ -199,8 +202,8 @@ def table(run: Results, name: str) -> None:
     rows = [{k: _short(v) for k, v in row.items()} for row in content["rows"]]
     facts = {k: content["run"][k] for k in ("hardware", "torch")}
     about = {"command": command, "images": content["settings"]["pictures"], **facts}
-    if name == "methods":
-        shutil.copyfile(out / "curve.png", DOCS / "curve.png")
+    if name in CURVES:
+        shutil.copyfile(out / "curve.png", DOCS / CURVES[name])
     if name == "taper":
         about["spread"] = {n: spread(found) for n, found in content["pictures"].items() if n != "none"}
     remember(f"sweep {name}", {**about, "rows": rows})
@@ -221,11 +224,12 @@ def spread(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def figures(run: Results) -> None:
-    def kept() -> None:
+    def example() -> None:
         out = run.folder / "analysis"
-        if not (out / "kept.png").exists():
-            run.command("analyze", *EXAMPLE, "--figures", "kept", "--device", run.device, "--out", str(out))
+        if not all((out / name).exists() for name in ("kept.png", "shares.png")):
+            run.command("analyze", *EXAMPLE, "--figures", "kept,shares", "--device", run.device, "--out", str(out))
         shutil.copyfile(out / "kept.png", DOCS / "kept.png")
+        shutil.copyfile(out / "shares.png", DOCS / "taper-shares.png")
 
     def sheet() -> None:
         made = run.folder / "contact-sheet.jpg"
@@ -233,7 +237,7 @@ def figures(run: Results) -> None:
             run.command("--out", str(made), module="training.contact_sheet")
         shutil.copyfile(made, DOCS / made.name)
 
-    run.side_by_side([lambda: entropies(run), kept, sheet])
+    run.side_by_side([lambda: entropies(run), example, sheet])
 
 
 def entropies(run: Results) -> None:
@@ -295,7 +299,7 @@ def main() -> None:
     )
     parser.add_argument("--so-far", action="store_true", help="sweeps: only what was measured of all settings already")
     parser.add_argument("--folder", type=Path, default=ROOT / RESULTS)
-    parser.add_argument("--archive", type=Path, help="a .tar.xz file of what was measured, to go on from and to write")
+    parser.add_argument("--archive", type=Path, help="a .tar.gz file of what was measured, to go on from and to write")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many; the same command goes on")
     parser.add_argument("--jobs", type=int, help=f"commands at a time; default: {GPU_JOBS} on a GPU, else 1")
     options = parser.parse_args()
@@ -330,16 +334,23 @@ def main() -> None:
 
 
 def work(run: Results, steps: Sequence[str]) -> None:
-    begun = time.monotonic()
+    """One step after the other; a machine that is lent does not wait for what failed."""
+    begun, failed = time.monotonic(), []
     try:
         for name in steps:
-            STEPS[name](run)
+            try:
+                STEPS[name](run)
+            except (subprocess.CalledProcessError, NextscaleError, OSError) as error:
+                failed.append(name)
+                print(error, file=sys.stderr)
             print(f"step {name} ends after {time.monotonic() - begun:.0f} s", flush=True)
     except Stopped:
         documents()
         raise SystemExit(f"stopped after {time.monotonic() - begun:.0f} s; the same command goes on") from None
     finally:
         run.save()
+    if failed:
+        raise SystemExit(f"these steps failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from nextscale.checkpoints import files
 from nextscale.methods import naming
 from nextscale.text.words import Lexicon
 
-PNG = (Path(__file__).parents[2] / "docs" / "curve.png").read_bytes()
+PNG = (Path(__file__).parents[2] / "docs" / "kept.png").read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from support.methods import ENTROPIES
 from support.pipelines import ask
 
-from nextscale import Taper, Truncate
+from nextscale import DropGuidance, Taper, Truncate
 from nextscale.engine.entropy import token_entropy
 from nextscale.engine.schedule import Schedule
 from nextscale.engine.trace import Costs
@@ -104,6 +104,8 @@ def test_the_trace_says_what_was_planned_and_what_is_left(any_pipe, entropies: s
             spent += flops
             assert e["budget_left"] == pytest.approx(0.5 - spent / image["flops_full"], abs=1e-12)
             assert e["share"] == policy.shares[e["scale"] - 1]
+            thinned = bool(entropies) and 0 < e["share"] < 1
+            assert e.get("threshold") == (policy.thresholds[e["scale"] - 1] if thinned else None)
             assert not e["ran"] or entropies or e["ratio"] == pytest.approx(1 - e["share"], abs=0.5 / e["tokens"])
         assert spent == image["flops"]
         assert sum(out.trace.plain_flops(n)) == image["flops_full"]
@@ -126,6 +128,11 @@ def test_the_last_scale_is_unguided_only_where_that_pays(infinity) -> None:
     assert rows(Taper(budget=0.55, unguided=False)) == [2] * 7
     assert rows(Taper(budget=0.97)) == [2] * 7
     assert rows(Taper(budget=0.15))[-1] == 0
+
+
+def test_a_budget_counts_with_the_guidance_of_the_call(infinity) -> None:
+    image = ask(infinity, 1, method=Taper(budget=0.5) + DropGuidance(5)).trace.image(0)
+    assert image["flops"] / image["flops_full"] < 0.45
 
 
 def highest_nearby(map_: np.ndarray) -> np.ndarray:
@@ -182,6 +189,17 @@ def test_an_uncertain_image_gets_more(infinity, typical: Path) -> None:
     assert len(counts) > 1
     alone = ask(infinity, 1, method=replace(method, hard=True)).trace.to_dict()["images"][0]
     assert alone["flops"] / alone["flops_full"] == pytest.approx(0.5, rel=0.04)
+
+
+def test_no_image_exceeds_the_budget_by_more_than_half(infinity, tmp_path: Path) -> None:
+    """However uncertain it is, and however much must be asked for because most images need little."""
+    typical = {"scales": [{"at": 1.0, "quantiles": [0.0, 0.1]}], "spendings": [{"asked": 0.5, "spent": 0.1, "ssim": 1}]}
+    (tmp_path / "mine.json").write_text(json.dumps(typical))
+    for budget in (0.1, 0.2, 0.4, 0.6):
+        out = ask(infinity, 2, method=Taper(budget=budget, entropies=str(tmp_path / "mine.json")))
+        for image in out.trace.to_dict()["images"]:
+            share = image["flops"] / image["flops_full"]
+            assert budget < share <= 1.5 * budget * 1.02
 
 
 def test_thresholds_and_budgets_are_read_off() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import signal
@@ -15,7 +16,11 @@ from pathlib import Path
 import pytest
 
 from nextscale.io.reading import read_json
-from nextscale.methods.naming import PLAIN
+from nextscale.methods.naming import PLAIN, parse_methods
+from nextscale.research.evaluate.presets import presets
+from nextscale.research.evaluate.report import Row
+from nextscale.research.evaluate.scenes import BACKGROUNDS
+from nextscale.research.evaluate.statistics import ConfidenceInterval
 from nextscale.research.evaluate.sweep import read_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +85,37 @@ def test_numbers_of_both_backgrounds_stand_side_by_side(tables, measured, monkey
     assert lines[-1] == "24 images, which are too few for intervals; abacus, torch 9.9."
 
 
+@pytest.fixture
+def everything(tables) -> dict:
+    """What a whole run leaves behind, with presets as the sweep writes them."""
+    settings = {**parse_methods("nova:paper,truncate:1,taper:0.25"), "none": None}
+    exact = {key: ConfidenceInterval(0.9, 0.9, 0.9) for key in ("scenes", "psnr", "ssim")}
+    chosen = [Row(name, b, {**exact, "flops": 0.1, "tokens": 0.2}, {}, {}) for b in BACKGROUNDS for name in settings]
+    found = presets(chosen, settings, "flops", "clipart", "here", {"nova:paper"})
+    names = {*tables.README_METHODS, "nova:literal", "taper:0.12;entropies=clipart"}
+    about = {"command": "nextscale eval sweep x", "images": 540, "hardware": "abacus", "torch": "9.9"}
+    spread = {"flops": 0.1, "most": 0.2, "psnr": 30.0, "worst": 20.0, "dissimilarity": 0.1}
+    about |= {"rows": [row(name, b, 1) for name in names for b in BACKGROUNDS], "spread": dict.fromkeys(names, spread)}
+    block = {"block": 0.5, "tau": 0.1, "excluded": 0.5, "ssim": 0.9}
+    calibrated = {"fields": {"tau": 0.1, "beta": 1.0, "a_max": 2.0}, "target": 0.3, "reached": 0.3, "quantile": 0.5}
+    seconds = {"method": "none", "seconds": 1.0, "speed": 1.0, "tokens": 1.0}
+    scales = [{"scale": 1, "mean": 1.0}, {"scale": 2, "mean": 2.0, "same_bits": 0.5, "same_bits_flat": None}]
+    return {
+        **{f"sweep {name}": about for name in (*tables.SWEEPS, "main", "taper")},
+        "grader": {b: {"counting": {"accuracy": 1.0, "pictures": 9}} for b in BACKGROUNDS},
+        "presets": {"command": "nextscale eval sweep presets", "chosen": {n[:-5]: f for n, f in found.items()}},
+        "calibrations": {"toprovar": calibrated, "sparsevar": {**calibrated, "blocks": [block]}},
+        "seconds": {"rows": [seconds], "threads": 2, "prompts": 4, "torch": "9.9"},
+        "entropy": {"t_est": 5, "alpha": 0.5, "prompts": 9, "eta_positive": 1.0, "stars": {"6": 9}, "scales": scales},
+    }
+
+
+def test_a_whole_run_fills_every_place(tables, everything) -> None:
+    written = "".join(tables.written(everything, ROOT).values())
+    assert "`auto` is `nova:balanced` on this model, `auto:fast` is `nova:fast`." in written
+    assert "| `nova:faithful` | `nova` | 10.0 / 10.0 % |" in written
+
+
 def test_what_was_not_measured_is_said(tables, measured, tmp_path: Path) -> None:
     for name in tables.DOCUMENTS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -110,6 +146,11 @@ def test_settings_of_the_main_sweep_are_measured_once(results, monkeypatch, tmp_
     for name in results.PARTS:
         known = read_sweep("methods").methods.values()
         assert all(method in known for method in read_sweep(name).methods.values()), name
+
+
+def test_the_readme_has_the_seconds_of_all_its_methods(tables) -> None:
+    timed = importlib.import_module("embedded").METHODS.split(",")
+    assert {name for name in tables.README_METHODS if name != PLAIN} <= set(timed)
 
 
 def test_what_a_setting_does_to_different_images(results) -> None:
@@ -151,7 +192,7 @@ def test_an_archive_goes_to_another_machine(archive, tmp_path: Path) -> None:
         write(here / "results/abc/methods-2" / name)
     write(here / "results/of-other-weights/x.json")
     preset = write(here / "presets/nova-fast.json", "{}")
-    path = tmp_path / "results.tar.xz"
+    path = tmp_path / "results.tar.gz"
     archive.pack(path, here / "results/abc", here, [preset, here / "never-made.png"])
     cell.write_text("[2]")
     archive.pack(path, here / "results/abc", here, [preset])
@@ -159,17 +200,17 @@ def test_an_archive_goes_to_another_machine(archive, tmp_path: Path) -> None:
     files = sorted(str(p.relative_to(there)) for p in there.rglob("*") if p.is_file())
     assert files == ["elsewhere/abc/methods-2/cells/0000-none.json", "presets/nova-fast.json"]
     assert (there / files[0]).read_text() == "[2]"
-    with pytest.raises(SystemExit, match=r"results\.tar\.xz is of other weights: abc, not def"):
+    with pytest.raises(SystemExit, match=r"results\.tar\.gz is of other weights: abc, not def"):
         archive.unpack(path, there, "def", there)
 
 
 @pytest.mark.parametrize("name", ["../evil", "/evil", "results/abc/../../evil"])
 def test_an_archive_writes_nowhere_else(archive, name: str, tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "x.tar.xz", "w:xz") as file:
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as file:
         file.addfile(tarfile.TarInfo(name))
     with pytest.raises(SystemExit, match="is no archive of results: it holds"):
-        archive.unpack(tmp_path / "x.tar.xz", tmp_path / "results", "abc", tmp_path / "root")
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["x.tar.xz"]
+        archive.unpack(tmp_path / "x.tar.gz", tmp_path / "results", "abc", tmp_path / "root")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["x.tar.gz"]
 
 
 SLOW = "import sys, time; open(sys.argv[1], 'w').write('cell'); time.sleep(60)"
@@ -225,6 +266,76 @@ def test_what_fails_does_not_stop_the_rest(results, tmp_path: Path) -> None:
     assert done == [1, 2]
 
 
+def test_a_run_that_goes_on_repeats_only_what_is_cheap(results, monkeypatch, tmp_path: Path) -> None:
+    """All steps, with commands that leave behind what the real ones do."""
+    asked: list[tuple[str, ...]] = []
+
+    def command(self, *words: str, module: str = "nextscale") -> None:
+        asked.append((module, *words))
+        out = Path(words[next(words.index(o) + 1 for o in ("--out", "--run", "--json") if o in words)])
+        if words[0] == "calibrate":
+            fields = {"tau": 0.1, "beta": 1.0, "a_max": 2.0}
+            blocks = [{"block": 0.5, "tau": 0.1, "excluded": 0.5, "ssim": 0.9}]
+            found = {"fields": fields, "target": 0.3, "reached": 0.3, "quantile": 0.5, "prompts": 144, "blocks": blocks}
+            write(out, json.dumps(found))
+        elif words[0] == "eval":
+            records = [{"background": b, "flops": 0.1, "psnr": 30, "ssim": 0.9} for b in ("white", "full")]
+            content = {"rows": [row(name, b, 1) for name in ("none", "truncate:1") for b in ("white", "full")]}
+            content |= {"run": {"hardware": "abacus", "torch": "9"}, "settings": {"pictures": 2}}
+            content |= {"pictures": {"none": records, "taper:0.12": records}, "grader": {}}
+            write(out / "results.json", json.dumps(content))
+            write(out / "curve.png")
+            write(out / "presets/nova-fast.json", "{}")
+            write(out / "cells/0000-taper-1.json", "[]")
+        elif words[0] == "analyze":
+            write(out / "kept.png")
+            write(out / "shares.png")
+        elif module == "training.entropy":
+            scales = {"t_est": 5, "alpha": 0.5, "prompts": 9, "eta_positive": 1, "stars": {}, "scales": [{"mean": 1.0}]}
+            write(out / "entropy.json", json.dumps(scales))
+            write(out / "entropy.png")
+        else:
+            write(out, "{}")
+
+    for name in ("PRESETS", "DOCS"):
+        monkeypatch.setattr(results, name, tmp_path / "tree")
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "MEASURED", tmp_path / "tree/embedded.json")
+    monkeypatch.setattr(results.Results, "command", command)
+    monkeypatch.setattr(results, "documents", lambda run=None: None)
+    (tmp_path / "tree").mkdir()
+    steps = ["calibrations", "presets", "tables", "figures", "seconds"]
+    stale = write(tmp_path / "abc/methods/cells/0000-taper-0.json")
+    run = results.Results(tmp_path / "abc", "cuda", None, archive=tmp_path / "x.tar.gz", jobs=2)
+    results.work(run, steps)
+    assert not stale.exists(), "it was drawn with entropies of before"
+    measured = read_json(tmp_path / "tree/embedded.json", "")
+    assert {"calibrations", "presets", "entropy", "seconds"} < set(measured)
+    assert {f"sweep {name}" for name in results.TABLES} < set(measured)
+    made = {p.name for p in (tmp_path / "tree").iterdir()}
+    assert {*results.FIGURES, "entropies-clipart.json", "decision-clipart-98.json", "nova-fast.json"} < made
+    first, again = len(asked), results.Results(tmp_path / "abc", "cuda", None, archive=tmp_path / "x.tar.gz", jobs=2)
+    results.work(again, steps)
+    assert {words[1] for words in asked[first:]} == {"eval"}, "which only reads its cells"
+    with tarfile.open(tmp_path / "x.tar.gz") as file:
+        names = set(file.getnames())
+    assert {f"tree/{name}" for name in results.FIGURES} < names
+    assert {"tree/nova-fast.json", "tree/embedded.json", "results/abc/methods/cells/0000-taper-1.json"} < names
+    assert not any(name.endswith("results.json") for name in names)
+
+
+def test_a_step_that_fails_does_not_stop_the_next(results, monkeypatch, tmp_path: Path) -> None:
+    def fails(run) -> None:
+        raise subprocess.CalledProcessError(1, "x")
+
+    done = []
+    monkeypatch.setattr(results, "STEPS", {"a": fails, "b": done.append})
+    run = results.Results(tmp_path, "cpu", 1)
+    with pytest.raises(SystemExit, match=r"these steps failed: a$"):
+        results.work(run, ["a", "b"])
+    assert done == [run]
+
+
 KILLED = """
 import sys, types
 import results
@@ -243,7 +354,7 @@ results.main()
 def test_who_is_told_to_stop_saves_first(tmp_path: Path) -> None:
     write(tmp_path / "slow.py", SLOW)
     paths = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT / "src"), str(tmp_path)])
-    archive = tmp_path / "results.tar.xz"
+    archive = tmp_path / "results.tar.gz"
     command = [sys.executable, "-c", KILLED, str(tmp_path), "--archive", str(archive)]
     with subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True

@@ -265,6 +265,8 @@ def test_cells_are_kept_and_repeat_to_the_digit(pipe: Pipeline, tmp_path: Path) 
     first = Bench(pipe, items, 2, tmp_path / "a", True, SMALL).run(methods, reference=True)
     assert [r["psnr"] for r in first["none"].records] == [EQUAL] * 3
     assert all(r["psnr"] < 40 and r["flops"] < 0.6 and r["seconds"] > 0 for r in first["t"].records)
+    measured = ("seconds", "flops", "tokens", "psnr", "ssim")
+    assert all(r[key] == float(f"{r[key]:.6g}") for r in first["t"].records for key in measured), "cells stay small"
     assert first["t"].features is not None
     assert first["t"].features.shape == (3, 1280)
     # Other seeds, so other images.

@@ -337,7 +337,7 @@ def test_what_is_not_as_expected_is_said(client: Any) -> None:
     [
         ({"prompt": "qwertz"}, "prompt", "the prompt names nothing that this model can draw: 'qwertz'"),
         ({"extra_body": {"method": "truncate:13"}}, "method", "truncate: k = 13 leaves nothing of a schedule"),
-        ({"extra_body": {"method": "nova:balanced"}, "size": SIZE}, "method", "nova: t_est = 9 needs a schedule of at"),
+        ({"extra_body": {"method": "nova:t_est=9"}, "size": SIZE}, "method", "nova: t_est = 9 needs a schedule of at"),
     ],
     ids=["words", "too short", "too small"],
 )

@@ -35,8 +35,8 @@ def test_the_embedded_model_has_a_measured_method(clipart: ServedModel) -> None:
 
 
 def test_small_images_are_made_plainly_where_the_method_needs_more_scales(clipart: ServedModel) -> None:
-    served = ServedModel(clipart.pipe, method="nova:balanced")
-    assert served.method_of("auto", (512, 512)) == "nova:balanced"
+    served = ServedModel(clipart.pipe, method="nova:t_est=9")
+    assert served.method_of("auto", (512, 512)) == "nova:t_est=9"
     assert served.method_of("auto", (256, 256)) == "none"
 
 

@@ -176,6 +176,8 @@ class Trace:
         }
         if why.share is not None:
             entry["share"] = why.share
+        if why.threshold is not None:
+            entry["threshold"] = why.threshold
         record = self.records.get(scale.index)
         if record is None or image not in record.rows.image_ids:
             return entry, 0

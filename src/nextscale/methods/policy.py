@@ -133,6 +133,7 @@ class Decision:
     layer_entropy: tuple[float, ...] = ()
     layer_ratio: tuple[float, ...] = ()
     share: float | None = None  # of the cells that was planned to be kept, where that was known before
+    threshold: float | None = None  # nats that a cell must exceed to be kept, where an image takes what it needs
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class TaperPolicy(CachedPolicy):
         self.adapts = typical is not None and not method.hard and budget < 1
         asked = budget
         if self.adapts and typical is not None and budget >= price.least:
-            asked = max(typical.asked_for(budget), price.least)
+            asked = min(max(typical.asked_for(budget), price.least), CAP * budget, 1.0)
         self.budget = budget
         self.shares, self.unguided = plan_shares(asked, price)
         most, _ = plan_shares(min(CAP * budget, 1), dataclasses.replace(price, unguided=self.unguided))
@@ -235,5 +235,9 @@ class TaperPolicy(CachedPolicy):
     def explain(self, image: int) -> Explanation:
         if self.first == len(self.shares):
             return Explanation()
-        planned = {t: Decision(share=share) for t, share in enumerate(self.shares, start=1)}
+        shown = [threshold if threshold >= 0 else None for threshold in self.thresholds]
+        planned = {
+            t: Decision(share=share, threshold=threshold if 0 < share < 1 else None)
+            for t, (share, threshold) in enumerate(zip(self.shares, shown, strict=True), start=1)
+        }
         return Explanation(Activation(self.first + 1, reason="budget"), planned, self.budget)

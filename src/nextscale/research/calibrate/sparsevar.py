@@ -86,7 +86,7 @@ def _sparse_tokens(
     pipe: Pipeline, call: dict[str, Any], options: dict[str, Any], images: bool
 ) -> tuple[Tensor | None, list[tuple[float, int]]]:
     """The images of a call, and of every sparse scale the tokens that were kept, in the mean over layers, and all."""
-    out, counts = pipe(**call, **options, output_type="pt"), []
+    out, counts = pipe(**call, **options, output_type="pt" if images else "latent"), []
     for image in out.trace.to_dict()["images"]:
         first = image["activation"]["scale"] or len(image["scales"]) + 1
         for e in image["scales"][first - 1 :]:

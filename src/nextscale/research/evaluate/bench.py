@@ -37,6 +37,7 @@ from nextscale.research.export.manifest import run_facts
 from nextscale.research.prompt_checks import BadPrompt
 
 RECORD_KEYS = {"passed", "found", "seconds", "tokens", "flops", "psnr", "ssim", "perceptual", "starts"}  # of a record
+DIGITS = 6  # of what is measured: more say nothing, and cells go from machine to machine
 REFERENCE_SEED_OFFSET = 10**6  # the reference images have seeds of their own
 
 
@@ -198,12 +199,12 @@ class Bench:
                 {
                     "passed": item.scene_prompt.passes(seen),
                     "found": describe(seen, item.scene_prompt),
-                    "seconds": drawn.seconds,
-                    "tokens": trace["row_tokens_computed"] / trace["row_tokens_full"],
-                    "flops": trace["flops"] / trace["flops_full"],
-                    "psnr": float(psnrs[k]),
-                    "ssim": float(ssims[k]),
-                    "perceptual": None if distances is None else float(distances[k]),
+                    "seconds": _short(drawn.seconds),
+                    "tokens": _short(trace["row_tokens_computed"] / trace["row_tokens_full"]),
+                    "flops": _short(trace["flops"] / trace["flops_full"]),
+                    "psnr": _short(psnrs[k]),
+                    "ssim": _short(ssims[k]),
+                    "perceptual": None if distances is None else _short(distances[k]),
                     "starts": trace["activation"]["scale"],
                 }
             )
@@ -249,6 +250,10 @@ def _key(method: Method | None, is_reference: bool) -> str:
         return "reference" if is_reference else "none"
     text = json.dumps(method.to_dict(), sort_keys=True)
     return f"{method.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _short(value: float | Tensor) -> float:
+    return float(f"{float(value):.{DIGITS}g}")
 
 
 def _joined(cells: list[Cell]) -> Cell:
