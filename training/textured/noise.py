@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,19 +56,22 @@ class Canvas:
         """1 in this share of the pictures, 0 in the others, [n, 1, 1]."""
         return (self.rand(1, 1) < share).float()
 
-    def palette(self, *choices: Sequence[int], spread: float = 0.04) -> Tensor:
-        """One of these lists of 0xRRGGBB for each picture, a little off, [n, k, 3]."""
-        table = torch.tensor([[[c >> s & 255 for s in (16, 8, 0)] for c in choice] for choice in choices])
-        table = table.float().div(255).to(self.generator.device)
+    def palette(self, *choices: str, spread: float = 0.04) -> Tensor:
+        """One of these rows of colors ("RRGGBB RRGGBB") for each picture, a little off, [n, k, 3]."""
+        table = torch.stack([colors(choice) for choice in choices]).to(self.generator.device)
         chosen = table[(self.rand() * len(choices)).long().clamp_max(len(choices) - 1)]
-        return (
-            chosen + (self.rand(1, 3) * 2 - 1) * spread + (self.rand(table.shape[1], 3) * 2 - 1) * spread / 2
-        ).clamp(0, 1)
+        off = (self.rand(1, 3) * 2 - 1) + (self.rand(table.shape[1], 3) * 2 - 1) / 2
+        return (chosen + off * spread).clamp(0, 1)
 
     def light(self) -> tuple[Tensor, Tensor]:
         """Where light comes from, x and y of a unit vector: above, more from the left or from the right."""
         angle = self.uniform(-0.85 * math.pi, -0.15 * math.pi)
         return angle.cos(), angle.sin()
+
+
+def colors(row: str) -> Tensor:
+    """ "RRGGBB RRGGBB" as [k, 3] in 0..1."""
+    return torch.tensor([list(bytes.fromhex(word)) for word in row.split()]).float().div(255)
 
 
 def smooth(low: Tensor | float, high: Tensor | float, t: Tensor) -> Tensor:
@@ -77,10 +80,10 @@ def smooth(low: Tensor | float, high: Tensor | float, t: Tensor) -> Tensor:
     return t * t * (3 - 2 * t)
 
 
-def ramp(colors: Tensor, t: Tensor) -> Tensor:
-    """The color at t in 0..1 of a row of colors [n, k, 3]: [n, 3, h, w]."""
-    t = t.clamp(0, 1)[:, None] * (colors.shape[1] - 1)
-    return sum((1 - (t - i).abs()).clamp_min(0) * colors[:, i, :, None, None] for i in range(colors.shape[1]))  # type: ignore[return-value]
+def ramp(stops: Tensor, t: Tensor) -> Tensor:
+    """The color at t in 0..1 of a row of stops [n, k, 3]: [n, 3, h, w]."""
+    t = t.clamp(0, 1)[:, None] * (stops.shape[1] - 1)
+    return sum((1 - (t - i).abs()).clamp_min(0) * stops[:, i, :, None, None] for i in range(stops.shape[1]))  # type: ignore[return-value]
 
 
 def mix(a: Tensor, b: Tensor, share: Tensor) -> Tensor:
@@ -141,7 +144,7 @@ def at(table: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
 
 
 def cells(c: Canvas, x: Tensor, y: Tensor, jitter: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One random point in each unit square: the distances to the nearest and the next, and two numbers in 0..1 of the nearest."""
+    """One random point in each unit square: distances to the nearest and the next, and two numbers of the nearest."""
     table = c.rand(4, LATTICE, LATTICE)
     x, y = x + c.uniform(0, LATTICE), y + c.uniform(0, LATTICE)
     i, j = x.floor(), y.floor()
@@ -166,7 +169,8 @@ def dabs(c: Canvas, x: Tensor, y: Tensor, shape: Shape, share: float = 1.0) -> t
     """Things strewn over each other, one in each unit square (or in a `share` of them).
 
     `shape` gets where a pixel lies from a dab's middle, turned as the dab is, and two numbers of it in 0..1; it returns
-    how deep inside the pixel is (0 or less: outside) and anything else. Returns both for the topmost dab, and its numbers.
+    how deep inside the pixel is (0 or less: outside) and anything else. Both come back for the topmost dab, with its
+    numbers.
     """
     table = c.rand(6, LATTICE, LATTICE)
     x, y = x + c.uniform(0, LATTICE), y + c.uniform(0, LATTICE)
@@ -187,7 +191,7 @@ def dabs(c: Canvas, x: Tensor, y: Tensor, shape: Shape, share: float = 1.0) -> t
 def blades(
     c: Canvas, x: Tensor, rows: Tensor, grow: float = 1.09, length: float = 0.4, lean: Tensor | float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Grass on a plain: for each pixel how far up the nearest blade it lies (0 root, 1 tip, -1: no blade) and that blade's number.
+    """Grass on a plain: how far up the nearest blade a pixel lies (0 root, 1 tip, -1: no blade), and its number.
 
     `rows` is the distance below the horizon; blades stand at 1, grow, grow^2, ... times the first row's, and are as
     long as `length` times that.
@@ -212,7 +216,7 @@ def blades(
 
 
 def relief(height: Tensor, light: tuple[Tensor, Tensor], strength: Tensor | float = 1.0) -> Tensor:
-    """How much brighter (above 0) or darker a surface of this height is where it faces the light or turns away from it."""
+    """How much brighter (above 0) or darker a surface of this height is where it faces the light or turns away."""
     padded = F.pad(height[:, None], (1, 1, 1, 1), mode="replicate")[:, 0]
     across, down = padded[:, 1:-1, 2:] - padded[:, 1:-1, :-2], padded[:, 2:, 1:-1] - padded[:, :-2, 1:-1]
     side = math.sqrt(height.shape[-1] * height.shape[-2]) / 2

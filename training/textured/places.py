@@ -68,18 +68,18 @@ def sky(c: Canvas, colors: Tensor, clouds: Tensor | float, scale: float = 1.0) -
 def meadow(c: Canvas) -> Tensor:
     horizon = c.row(0.18, 0.42)
     x, z, rows, ground = plain(c, horizon)
-    air = c.palette((0x5FA8EA, 0xC4E4FA, 0xB4C4D6, 0xFFFFFF), (0x7FB0D8, 0xF2E8D2, 0xD5C4B8, 0xFFF8EA))
+    air = c.palette("5FA8EA C4E4FA B4C4D6 FFFFFF", "7FB0D8 F2E8D2 D5C4B8 FFF8EA")
     hill = horizon - 0.03 - 0.05 * noise(c, c.x * 2, c.y * 0) - 0.015 * fractal(c, c.x * 14, c.y * 14, 3)
     trees = fractal(c, c.x * 30, c.y * 34, 4, 0.7)
-    far = ramp(c.palette((0x2F5E3A, 0x5E9450), (0x3C6A58, 0x82A868)), 0.5 + 0.5 * trees)
+    far = ramp(c.palette("2F5E3A 5E9450", "3C6A58 82A868"), 0.5 + 0.5 * trees)
     out = mix(sky(c, air, c.uniform(0.2, 0.6)), far, smooth(-0.004, 0.004, c.y - hill))
-    grass = c.palette((0x173F12, 0x3B8426, 0x9CCB4C), (0x1F4312, 0x5B8A22, 0xC9CC55), (0x0F3D1E, 0x2E8B3A, 0x8FD46A))
+    grass = c.palette("173F12 3B8426 9CCB4C", "1F4312 5B8A22 C9CC55", "0F3D1E 2E8B3A 8FD46A")
     patch = fractal(c, x * 1.2, z * 1.2, 4)
     soil = ramp(grass, 0.32 + 0.16 * patch + 0.2 * noise(c, c.x * 90, c.y * 40))
     up, number = blades(c, c.x + 0 * rows, rows, lean=c.uniform(-0.6, 0.6))
     tone = 0.08 + 0.55 * up.clamp_min(0).sqrt() + 0.32 * (number - 0.5) + 0.12 * patch
     out = mix(out, mix(soil, ramp(grass, tone), (up >= 0).float()), ground)
-    petals = c.palette((0xFFFFFF, 0xF6C732), (0xE8443A, 0x3A1A10), (0xF4D03A, 0xD48A10), (0xA66BE0, 0xF4E070))
+    petals = c.palette("FFFFFF F6C732", "E8443A 3A1A10", "F4D03A D48A10", "A66BE0 F4E070")
     depth, core, _, _ = dabs(c, c.x * 17, rows.log() * 9, flower, 0.05)
     bloom = smooth(0, 0.15, depth) * smooth(0.02, 0.06, rows)
     return mix(out, ramp(petals, core), bloom * ground)
@@ -92,10 +92,10 @@ def flower(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 def forest(c: Canvas) -> Tensor:
     horizon = c.row(0.45, 0.62)
-    x, z, rows, ground = plain(c, horizon)
-    tint = c.palette((0x16301A, 0x4F8A3A, 0xC6E39A), (0x10302C, 0x3F7F60, 0xB8E0C0), (0x33290F, 0x8A7A2A, 0xF0DC8C))
+    x, z, rows, _ = plain(c, horizon)
+    tint = c.palette("16301A 4F8A3A C6E39A", "10302C 3F7F60 B8E0C0", "33290F 8A7A2A F0DC8C")
     out = ramp(tint, 0.75 + 0.28 * fractal(c, c.x * 6, c.y * 6, 6, 0.75) - 0.3 * c.down)
-    bark = c.palette((0x1E150F, 0x5A4332, 0xA08468), (0x1A1A18, 0x4E4A42, 0x9A9484))
+    bark = c.palette("1E150F 5A4332 A08468", "1A1A18 4E4A42 9A9484")
     light = c.light()
     for layer, (many, wide) in enumerate(((9.0, 0.10), (5.5, 0.13), (3.0, 0.15))):
         u = c.x * many + c.uniform(0, 9) + 0.25 * noise(c, c.x * 2, c.y * 1.5)
@@ -114,7 +114,7 @@ def forest(c: Canvas) -> Tensor:
         crown = fractal(c, c.x * many * 2, c.y * many * 2, 6, 0.72) - (c.down - 0.05 - 0.10 * (2 - layer) * 0.6) * 9
         leaves = ramp(tint, 0.3 + 0.1 * (2 - layer) + 0.25 * fractal(c, c.x * many * 9, c.y * many * 9, 3, 0.8))
         out = mix(out, leaves, smooth(0.0, 0.25, crown))
-    soil = c.palette((0x1E1A0E, 0x5A4A22, 0x8FA044), (0x1B120B, 0x6A4526, 0xC08A4A), (0x0F1E0C, 0x3A6424, 0x9CC050))
+    soil = c.palette("1E1A0E 5A4A22 8FA044", "1B120B 6A4526 C08A4A", "0F1E0C 3A6424 9CC050")
     floor = ramp(soil, 0.42 + 0.3 * fractal(c, x * 5, z * 5, 5, 0.75))
     depth, rib, a, b = dabs(c, x * 9, z * 9, leaf, 0.7)
     fallen = lit(ramp(soil, 0.35 + 0.65 * a), 0.5 * b - 0.2 - 0.25 * rib)
@@ -127,13 +127,13 @@ def forest(c: Canvas) -> Tensor:
 def beach(c: Canvas) -> Tensor:
     horizon = c.row(0.12, 0.3)
     x, z, rows, ground = plain(c, horizon)
-    air = c.palette((0x4FA6EE, 0xD4ECFA, 0xD0D8E2, 0xFFFFFF), (0x6FB4E0, 0xF8E4C4, 0xE0C8B8, 0xFFF4E4))
-    water = c.palette((0x0E6A8E, 0x2FB4C4, 0xB8F0EC), (0x0F5A94, 0x2E94D0, 0xC4E8F8))
+    air = c.palette("4FA6EE D4ECFA D0D8E2 FFFFFF", "6FB4E0 F8E4C4 E0C8B8 FFF4E4")
+    water = c.palette("0E6A8E 2FB4C4 B8F0EC", "0F5A94 2E94D0 C4E8F8")
     swell = fractal(c, x * 1.2, z * 5, 5, 0.6)
     out = mix(sky(c, air, c.uniform(0.1, 0.5)), ramp(water, 0.25 + 0.28 * swell + 1.2 * rows), ground)
     shore = 0.16 + 0.05 * c.uniform(0, 1) + 0.022 * noise(c, c.x * 2.5, c.y * 0) + 0.006 * noise(c, c.x * 11, c.y * 3)
     shore = shore + c.uniform(-0.12, 0.12) * c.x
-    sand = c.palette((0x9A7A4C, 0xE2C48C, 0xFBEBC4), (0x8E7458, 0xD8BC94, 0xF8E8D0), (0xA87E48, 0xEFC57E, 0xFFEAB4))
+    sand = c.palette("9A7A4C E2C48C FBEBC4", "8E7458 D8BC94 F8E8D0", "A87E48 EFC57E FFEAB4")
     u, v = turn(c.x / (0.35 + rows), (rows * 2.6 + 0.06).log() * 1.5, c.uniform(-0.35, 0.35))
     u, v = warped(c, u * 2.2, v * 2.2, 0.28, 3)
     fine = fractal(c, c.x * 130, c.y * 110, 2, 0.8)
@@ -145,18 +145,18 @@ def beach(c: Canvas) -> Tensor:
     out = mix(out, lit(dry, -0.3 * wet), smooth(-0.003, 0.003, rows - shore) * ground)
     lace = 1 - fractal(c, c.x * 22, rows * 50, 4, 0.6).abs() * 1.7
     foam = smooth(0.03, 0.0, (rows - shore + 0.012).abs()) * smooth(0.25, 0.75, lace) * ground
-    depth, _, a, b = dabs(c, u * 5, v * 5, dome, 0.10)
-    shell = lit(ramp(c.palette((0x7A6A5C, 0xF4E8DC), (0x8A5A48, 0xF8D8C4)), 0.2 + 0.8 * a), 0.7 * depth - 0.45)
+    depth, _, a, _ = dabs(c, u * 5, v * 5, dome, 0.10)
+    shell = lit(ramp(c.palette("7A6A5C F4E8DC", "8A5A48 F8D8C4"), 0.2 + 0.8 * a), 0.7 * depth - 0.45)
     out = mix(out, shell, smooth(0, 0.2, depth) * smooth(0.05, 0.1, rows - shore))
     return out + (0.97 - out) * (foam * 0.9)[:, None]
 
 
 def snow(c: Canvas) -> Tensor:
     horizon = c.row(0.25, 0.48)
-    x, z, rows, ground = plain(c, horizon)
-    air = c.palette((0x7FA6CC, 0xDCE8F2, 0xB4C4D4, 0xF4F8FC), (0x8E9CC0, 0xF4DCD8, 0xC4B8C8, 0xFFF4F0))
+    x, z, rows, _ = plain(c, horizon)
+    air = c.palette("7FA6CC DCE8F2 B4C4D4 F4F8FC", "8E9CC0 F4DCD8 C4B8C8 FFF4F0")
     out = sky(c, air, c.uniform(0.3, 0.8))
-    pine = c.palette((0x17302E, 0x3E6660, 0xF0F6FC), (0x1E2C40, 0x4A6684, 0xF4F6FC))
+    pine = c.palette("17302E 3E6660 F0F6FC", "1E2C40 4A6684 F4F6FC")
     for many, tall, haze in ((17.0, 0.12, 0.45), (9.0, 0.2, 0.1)):
         u = c.x * many + c.uniform(0, 9)
         pick = c.rand(1, 64)[:, 0].gather(1, (u.floor().long() % 64).flatten(1)).view_as(u)
@@ -167,7 +167,7 @@ def snow(c: Canvas) -> Tensor:
         loaded = smooth(0.1, 0.5, fractal(c, c.x * 45, c.y * 60, 3, 0.8) + 0.5 - 0.4 * wide)
         tree = mix(ramp(pine, loaded), ramp(air[:, :2], torch.ones_like(u)), torch.full_like(u, haze))
         out = mix(out, tree, smooth(1.05, 0.9, wide) * (along > 0) * (along < 1))
-    white = c.palette((0x7C9CCB, 0xC8DAF0, 0xFCFDFF), (0x8E90C0, 0xD8D6EE, 0xFFFCFA))
+    white = c.palette("7C9CCB C8DAF0 FCFDFF", "8E90C0 D8D6EE FFFCFA")
     u, v = warped(c, x * 0.8, z * 1.6, 0.3, 2)
     drift = fractal(c, u, v, 3, 0.45)
     rough = fractal(c, x * 7, z * 12, 4, 0.65)
@@ -190,19 +190,19 @@ def flake(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 def night(c: Canvas) -> Tensor:
     x, y = turn(c.x, c.y, c.uniform(-1.2, 1.2))
-    deep = c.palette((0x05071C, 0x16204E), (0x0A0620, 0x2A1850), (0x03101E, 0x0C3050))
+    deep = c.palette("05071C 16204E", "0A0620 2A1850", "03101E 0C3050")
     u, v = warped(c, x * 1.4, y * 1.4, 0.7, 4)
     gas = fractal(c, u, v, 6, 0.58)
     band = torch.exp(-(((y + 0.15 * noise(c, x * 1.5, y * 1.5)) / c.uniform(0.16, 0.4)) ** 2))
     other = fractal(c, u * 1.3, v * 1.3, 6, 0.55)
-    glow = c.palette((0x7A2A9E, 0xE85AA8, 0xFFD8E8), (0x1E5AB8, 0x3EC0D8, 0xE8FAFF), (0xA83A4A, 0xF0904A, 0xFFF0C8))
-    rare = c.palette((0x2A3EA8, 0x5A8CF0), (0x5A1E8E, 0xB05AE0), (0x0E6A6A, 0x40D0B0))
+    glow = c.palette("7A2A9E E85AA8 FFD8E8", "1E5AB8 3EC0D8 E8FAFF", "A83A4A F0904A FFF0C8")
+    rare = c.palette("2A3EA8 5A8CF0", "5A1E8E B05AE0", "0E6A6A 40D0B0")
     out = ramp(deep, 0.4 + 0.4 * fractal(c, x * 3, y * 3, 5, 0.6) + 0.4 * band)
     out = out + ramp(rare, 0.5 + 0.5 * other) * (smooth(-0.1, 1.0, other) * (0.2 + 0.5 * band))[:, None]
     dust = smooth(0.0, 0.9, fractal(c, u * 2.2, v * 2.2, 5, 0.6, ridged=True)) * band
     out = out + ramp(glow, 0.1 + 0.75 * band * smooth(-0.5, 1.2, gas)) * (smooth(-0.2, 1.2, gas) * band)[:, None]
     out = lit(out, -0.65 * dust)
-    star = c.palette((0xFFD8B0, 0xFFFFFF, 0xB8D4FF))
+    star = c.palette("FFD8B0 FFFFFF B8D4FF")
     for many, bright in ((46.0, 0.5), (24.0, 0.85), (9.0, 1.4)):
         near, _, a, b = cells(c, x * many, y * many, 0.8)
         halo = torch.exp(-(((near / many) / (0.0017 + 0.0022 * b * bright)) ** 2)) + 0.12 * torch.exp(
@@ -215,16 +215,8 @@ def night(c: Canvas) -> Tensor:
 def sea(c: Canvas) -> Tensor:
     horizon = c.row(0.06, 0.32)
     x, z, rows, ground = plain(c, horizon)
-    air = c.palette(
-        (0x5C9CD8, 0xDCEAF4, 0xA8B8C8, 0xFFFFFF),
-        (0x6C86A4, 0xC8D4DC, 0x8896A4, 0xE4EAEE),
-        (0x7A9CD4, 0xFCE4C8, 0xD4B4A8, 0xFFF0DC),
-    )
-    water = c.palette(
-        (0x062A48, 0x0F5E8C, 0x3FA0C0, 0xD4F2F4),
-        (0x05363C, 0x14707A, 0x4CB8B0, 0xDCF8F0),
-        (0x101E38, 0x2C4C74, 0x6C94B4, 0xE4EEF4),
-    )
+    air = c.palette("5C9CD8 DCEAF4 A8B8C8 FFFFFF", "6C86A4 C8D4DC 8896A4 E4EAEE", "7A9CD4 FCE4C8 D4B4A8 FFF0DC")
+    water = c.palette("062A48 0F5E8C 3FA0C0 D4F2F4", "05363C 14707A 4CB8B0 DCF8F0", "101E38 2C4C74 6C94B4 E4EEF4")
     far = 1 / (1 + 0.35 * z)
     u, v = warped(c, x * 1.1, z * 2.6 + c.uniform(-0.5, 0.5) * x, 0.32, 3)
     wave = fractal(c, u, v, 6, 0.56, ridged=True)
@@ -241,7 +233,7 @@ def sea(c: Canvas) -> Tensor:
 
 
 def underwater(c: Canvas) -> Tensor:
-    water = c.palette((0x8CE4EC, 0x2A9CC8, 0x0A4A86), (0x9CF0DC, 0x22A4A8, 0x0A4C66), (0x84CCF8, 0x2A74CC, 0x10306E))
+    water = c.palette("8CE4EC 2A9CC8 0A4A86", "9CF0DC 22A4A8 0A4C66", "84CCF8 2A74CC 10306E")
     floor_at = c.row(0.62, 0.84) + 0.03 * noise(c, c.x * 2, c.y * 0)
     murk = fractal(c, c.x * 3, c.y * 5, 5, 0.6)
     out = ramp(water, 0.1 + 0.85 * c.down + 0.07 * murk)
@@ -253,7 +245,7 @@ def underwater(c: Canvas) -> Tensor:
         first, second, _, _ = cells(c, u, v)
         out = out + (torch.exp(-(second - first) * 9) * strength * (1.15 - c.down))[:, None]
     x, z, rows, _ = plain(c, floor_at - 0.16)
-    sand = c.palette((0x3A7488, 0x9CBFA8, 0xF0F4D0), (0x2C5C80, 0x84B0B4, 0xE4F0DC))
+    sand = c.palette("3A7488 9CBFA8 F0F4D0", "2C5C80 84B0B4 E4F0DC")
     u, v = warped(c, x * 2.4, z * 2.4, 0.4, 2)
     first, second, _, _ = cells(c, u * 1.3, v * 1.3)
     net = torch.exp(-(second - first) * 6.5)
@@ -261,14 +253,14 @@ def underwater(c: Canvas) -> Tensor:
     ground = lit(ramp(sand, 0.35 + 0.55 * net + 0.10 * fractal(c, x * 20, z * 20, 3, 0.8)), 0.13 * ripple)
     ground = mix(ground, ramp(water, torch.full_like(rows, 0.75)), 0.75 * smooth(0.34, 0.14, rows))
     out = mix(out, ground, smooth(-0.006, 0.006, c.y - floor_at))
-    weed = c.palette((0x0E4A3A, 0x4CA860), (0x3A1E5A, 0xC05A9C), (0x6A2A2A, 0xE8845A))
+    weed = c.palette("0E4A3A 4CA860", "3A1E5A C05A9C", "6A2A2A E8845A")
     u = c.x * 16 + c.uniform(0, 9) + 0.5 * torch.sin(c.y * c.uniform(14, 26) + 3 * noise(c, c.x * 3, c.y * 0))
     clump = noise(c, c.x * 3.0, c.y * 0)
     high = (floor_at + 0.10 - c.y) / (0.05 + 0.34 * smooth(0.1, 1.0, clump + 0.4 * noise(c, u.floor(), c.y * 0)))
     frond = smooth(0.36, 0.26, (u - u.floor() - 0.5).abs() + 0.2 * high.clamp(0, 1)) * (high > 0) * (high < 1)
     out = mix(out, ramp(weed, high * 0.7 + 0.2 * fractal(c, c.x * 50, c.y * 50, 2)), frond * (clump > 0.1))
     for many in (9.0, 22.0):
-        depth, below, a, b = dabs(c, c.x * many, c.y * many, bubble, 0.13)
+        depth, *_ = dabs(c, c.x * many, c.y * many, bubble, 0.13)
         rim = smooth(0, 0.12, depth) * (0.25 + 0.75 * smooth(0.75, 0.1, depth))
         out = out + (rim * 0.55)[:, None] * (0.9 - out)
     return out
@@ -280,8 +272,8 @@ def bubble(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clouds(c: Canvas) -> Tensor:
-    air = c.palette((0x2A72CC, 0x9CD0F4), (0x3A86D8, 0xC4E4F8), (0x4C7CB4, 0xB4CCE0))
-    puff = c.palette((0x6C7C94, 0xB8C6D6, 0xFFFFFF), (0x8A84A0, 0xD4CCD4, 0xFFFAF2))
+    air = c.palette("2A72CC 9CD0F4", "3A86D8 C4E4F8", "4C7CB4 B4CCE0")
+    puff = c.palette("6C7C94 B8C6D6 FFFFFF", "8A84A0 D4CCD4 FFFAF2")
     size = c.uniform(1.3, 2.4)
     out = ramp(air, c.down + 0.08 * fractal(c, c.x * 4, c.y * 9, 5, 0.65))
     light = c.light()
@@ -289,7 +281,7 @@ def clouds(c: Canvas) -> Tensor:
         grow = size * (1.7, 1.25, 0.9)[layer]
         u, v = c.x * grow + c.uniform(0, 9), c.y * grow * 1.5
         u, v = warped(c, u, v, 0.16, 3)
-        first, _, a, _ = cells(c, u * 2.6, v * 2.6)
+        first, *_ = cells(c, u * 2.6, v * 2.6)
         second, *_ = cells(c, u * 6, v * 6)
         billow = 0.55 - first + 0.35 * (0.5 - second)
         mass = fractal(c, u, v, 3, 0.5) + 0.85 * billow + 0.25 * fractal(c, u * 8, v * 8, 4, 0.65)
@@ -302,18 +294,14 @@ def clouds(c: Canvas) -> Tensor:
 
 def sunset(c: Canvas) -> Tensor:
     horizon = c.row(0.66, 0.82)
-    glow = c.palette(
-        (0x2C2260, 0x8E3A7E, 0xF0704A, 0xFFD27A),
-        (0x1E3A6E, 0x8A5A8C, 0xF49A5C, 0xFFE49C),
-        (0x4A1A4A, 0xC03A4A, 0xF88A3A, 0xFFE07A),
-    )
+    glow = c.palette("2C2260 8E3A7E F0704A FFD27A", "1E3A6E 8A5A8C F49A5C FFE49C", "4A1A4A C03A4A F88A3A FFE07A")
     high = ((c.y + c.y.amax()) / (horizon + c.y.amax())).clamp(0, 1.2)
     out = ramp(glow, high)
     sun_x, sun_y = c.uniform(-0.35, 0.35), horizon - c.uniform(-0.02, 0.16)
     away = ((c.x - sun_x) ** 2 + (c.y - sun_y) ** 2).sqrt()
     out = out + (0.35 * torch.exp(-away * 5))[:, None] * glow[:, 3, :, None, None]
     out = mix(out, glow[:, 3] * 0 + torch.tensor((1.0, 0.97, 0.8), device=c.x.device), smooth(0.062, 0.056, away))
-    dark = c.palette((0x3A2450, 0x9A4A70, 0xF89060, 0xFFF0B0), (0x4A3048, 0xB05A58, 0xFFA858, 0xFFF4C4))
+    dark = c.palette("3A2450 9A4A70 F89060 FFF0B0", "4A3048 B05A58 FFA858 FFF4C4")
     for stretch, cover in ((1.0, 0.2), (2.2, 0.35)):
         u, v = c.x * 1.5 * stretch, (c.y - horizon) * 6 * stretch + c.uniform(-0.6, 0.6) * c.x
         u, v = warped(c, u, v, 0.4, 3)
@@ -327,18 +315,11 @@ def sunset(c: Canvas) -> Tensor:
     water = lit(ramp(glow, 0.9 - 2.2 * rows + 0.2 * wave), 0.4 * wave - 0.35)
     water = mix(water, glow[:, 3], path * 0.8)
     hill = horizon - 0.02 - 0.09 * (fractal(c, c.x * 2.2, c.y * 0, 5, 0.5) - c.uniform(-0.2, 0.5)).clamp_min(-0.2)
-    land = ramp(
-        c.palette((0x140C1E, 0x5A2A48), (0x1A1018, 0x6A3430)), 0.3 + 0.5 * fractal(c, c.x * 26, c.y * 40, 4, 0.75)
-    )
+    land = ramp(c.palette("140C1E 5A2A48", "1A1018 6A3430"), 0.3 + 0.5 * fractal(c, c.x * 26, c.y * 40, 4, 0.75))
     return mix(mix(out, land, smooth(-0.003, 0.003, c.y - hill)), water, ground)
 
 
-WOODS = (
-    (0x5A3416, 0x96602E, 0xC48C50),
-    (0x6E4A28, 0xB08050, 0xDCB480),
-    (0x3E2214, 0x70422A, 0x9C6844),
-    (0x84582C, 0xCC9656, 0xF0C88A),
-)
+WOODS = ("5A3416 96602E C48C50", "6E4A28 B08050 DCB480", "3E2214 70422A 9C6844", "84582C CC9656 F0C88A")
 
 
 def boards(c: Canvas, x: Tensor, y: Tensor, colors: Tensor, gap: Tensor | float = 0.012) -> tuple[Tensor, Tensor]:
@@ -358,7 +339,7 @@ def boards(c: Canvas, x: Tensor, y: Tensor, colors: Tensor, gap: Tensor | float 
 
 def table(c: Canvas) -> Tensor:
     horizon = c.row(0.0, 0.22)
-    x, z, rows, _ = plain(c, horizon - 0.5)
+    x, z, _, _ = plain(c, horizon - 0.5)
     back = horizon + c.row(0.5, 0.56)
     flat, gap = (
         boards(c, x * 4.5 + 40, z * 0 + x * 0, c.palette(*WOODS))
@@ -366,7 +347,7 @@ def table(c: Canvas) -> Tensor:
         else boards(c, z * 9, x * 7, c.palette(*WOODS))
     )
     top = lit(flat * gap[:, None], 0.25 * noise(c, c.x * 2, c.y * 2) + c.uniform(-0.1, 0.15) * (c.down - 0.3))
-    wall = c.palette((0x8A8478, 0xD8D0C0), (0x50687C, 0xA0B8C8), (0x7C8A6C, 0xC8D4B8), (0x8C5C4C, 0xD8A890))
+    wall = c.palette("8A8478 D8D0C0", "50687C A0B8C8", "7C8A6C C8D4B8", "8C5C4C D8A890")
     plaster = fractal(c, c.x * 14, c.y * 14, 5, 0.75)
     stripes = smooth(-0.3, 0.3, torch.sin(c.x * c.uniform(40, 70))) * c.chance(0.6)
     behind = lit(ramp(wall, 0.55 + 0.12 * plaster - 0.28 * stripes), 0.3 * relief(plaster * 0.006, c.light(), 1))
@@ -379,11 +360,11 @@ def planks(c: Canvas) -> Tensor:
     x, y = c.x * (1 - across) + c.y * across, c.y * (1 - across) + c.x * across
     many = c.uniform(4.5, 8.5)
     paint = c.palette(
-        (0x77705F, 0xA69D8B, 0xD4CDBC),
-        (0x4A3C30, 0x83705C, 0xB8A58C),
-        (0x39657C, 0x6FA3B8, 0xBFDCE4),
-        (0x9A9C92, 0xD4D4CA, 0xF4F2EA),
-        (0x5A2A1E, 0x9A4C36, 0xC88468),
+        "77705F A69D8B D4CDBC",
+        "4A3C30 83705C B8A58C",
+        "39657C 6FA3B8 BFDCE4",
+        "9A9C92 D4D4CA F4F2EA",
+        "5A2A1E 9A4C36 C88468",
     )
     flat, gap = boards(c, x * many, y * many, paint, 0.022)
     worn = smooth(0.5, 1.1, fractal(c, x * 9, y * 40, 4, 0.7) + 0.3 * noise(c, x * 3, y * 3))
@@ -411,13 +392,13 @@ def bricks(c: Canvas) -> Tensor:
     brick = smooth(0.045, 0.085, edge)
     pick = noise(c, column * 7.31 + 0.5, row * 3.77) * 0.5 + noise(c, column * 5.2, row * 9.1) * 0.35
     color = c.palette(
-        (0x5C2018, 0x9E4430, 0xC8745A),
-        (0x7C5030, 0xB88A58, 0xE0BE90),
-        (0x4A2A28, 0x7E4A44, 0xAC7C70),
-        (0xA8A49C, 0xD8D4CC, 0xF4F0EA),
-        (0x6A2E1C, 0xB85632, 0xE0906A),
+        "5C2018 9E4430 C8745A",
+        "7C5030 B88A58 E0BE90",
+        "4A2A28 7E4A44 AC7C70",
+        "A8A49C D8D4CC F4F0EA",
+        "6A2E1C B85632 E0906A",
     )
-    mortar = c.palette((0x8C857A, 0xC4BDB0), (0x5C5850, 0x98928A))
+    mortar = c.palette("8C857A C4BDB0", "5C5850 98928A")
     rough = fractal(c, c.x * 34, c.y * 34, 4, 0.75)
     stain = fractal(c, c.x * 3, c.y * 3, 4)
     out = mix(ramp(mortar, 0.5 + 0.4 * rough), ramp(color, 0.5 + 0.55 * pick + 0.13 * rough + 0.1 * stain), brick)
@@ -430,7 +411,7 @@ def stones(c: Canvas) -> Tensor:
     x, y = warped(c, c.x * many, c.y * many * 1.5, 0.14, 3)
     first, second, a, b = cells(c, x, y, 0.85)
     gap = second - first
-    color = c.palette((0x4A463E, 0x8E877A, 0xC8C0B0), (0x5A4A38, 0xA88C68, 0xDCC49C), (0x3A444C, 0x74828C, 0xB4C0C8))
+    color = c.palette("4A463E 8E877A C8C0B0", "5A4A38 A88C68 DCC49C", "3A444C 74828C B4C0C8")
     rough = fractal(c, c.x * 18, c.y * 18, 5, 0.7)
     body = smooth(0.03, 0.12, gap + 0.03 * rough)
     height = (gap.clamp_max(0.42) / 0.42) ** 0.5 * 0.035 + rough * 0.004
@@ -442,16 +423,16 @@ def stones(c: Canvas) -> Tensor:
     )
     out = mix(ramp(color, 0.12 + 0.2 * rough), rock, body)
     moss = smooth(0.45, 0.9, fractal(c, c.x * 5, c.y * 5, 5, 0.65) + 0.35 * (1 - gap * 2.5)) * c.uniform(0, 1)
-    out = mix(out, ramp(c.palette((0x24401A, 0x86A84A)), 0.5 + 0.45 * fractal(c, c.x * 70, c.y * 70, 2)), moss)
+    out = mix(out, ramp(c.palette("24401A 86A84A"), 0.5 + 0.45 * fractal(c, c.x * 70, c.y * 70, 2)), moss)
     return lit(out, 0.5 * relief(height, c.light(), 0.9))
 
 
 MARBLES = (
-    (0xF4F2EE, 0xDDDBD8, 0x8A8C92),
-    (0x17191C, 0x33363A, 0xE4DCC8),
-    (0x1C4A3C, 0x37705C, 0xD8ECDC),
-    (0xF2DCCB, 0xDDB39C, 0x8E4E40),
-    (0xE9E0CC, 0xCBB894, 0x8A6A3A),
+    "F4F2EE DDDBD8 8A8C92",
+    "17191C 33363A E4DCC8",
+    "1C4A3C 37705C D8ECDC",
+    "F2DCCB DDB39C 8E4E40",
+    "E9E0CC CBB894 8A6A3A",
 )
 
 
@@ -467,14 +448,14 @@ def marble(c: Canvas) -> Tensor:
 
 
 def concrete(c: Canvas) -> Tensor:
-    color = c.palette((0x77767A, 0xA8A7A6, 0xCBC9C4), (0x7C766C, 0xB0A89A, 0xD4CCBC), (0x666C70, 0x969CA0, 0xBEC4C6))
+    color = c.palette("77767A A8A7A6 CBC9C4", "7C766C B0A89A D4CCBC", "666C70 969CA0 BEC4C6")
     blot = fractal(c, c.x * 2.4, c.y * 2.4, 6, 0.68)
     drip = fractal(c, c.x * 16, c.y * 1.2, 4, 0.6) * smooth(0.1, 1.0, c.down + 0.4 * noise(c, c.x * 5, c.y))
     fine = fractal(c, c.x * 60, c.y * 60, 3, 0.85)
     near, _, a, _ = cells(c, c.x * 26, c.y * 26)
     pit = smooth(0.24, 0.12, near / (0.25 + 1.1 * a)) * (a > 0.45)
     cu, cv = warped(c, c.x * 1.6, c.y * 1.6, 0.35, 5)
-    first, second, pick, _ = cells(c, cu, cv)
+    first, second, _, _ = cells(c, cu, cv)
     crack = smooth(0.022, 0.006, second - first) * smooth(0.0, 0.3, noise(c, c.x * 2, c.y * 2) + 0.15)
     size = c.uniform(0.45, 0.75)
     u, v = ((t / size + c.uniform(0, 1) + 0.5) % 1 - 0.5 for t in (c.x / 1.4, c.y))
@@ -487,12 +468,12 @@ def concrete(c: Canvas) -> Tensor:
 
 
 CLOTHS = (
-    (0x8E1F2A, 0xD8D0C0, 0x1E2A44),
-    (0x2C4A7C, 0xE0E4EC, 0xB03A3A),
-    (0x2F6A4A, 0xE8E0C0, 0x7A2A2A),
-    (0xB4783A, 0xF4E4C4, 0x5A3A20),
-    (0x6A4A86, 0xE8DCF0, 0x2A2040),
-    (0x566068, 0xE0E4E8, 0x2A2E34),
+    "8E1F2A D8D0C0 1E2A44",
+    "2C4A7C E0E4EC B03A3A",
+    "2F6A4A E8E0C0 7A2A2A",
+    "B4783A F4E4C4 5A3A20",
+    "6A4A86 E8DCF0 2A2040",
+    "566068 E0E4E8 2A2E34",
 )
 
 
@@ -520,12 +501,12 @@ def knitwear(c: Canvas) -> Tensor:
     u, v = u + 0.012 * noise(c, u * 3, v * 3), v + 0.012 * noise(c, u * 3, v * 3)
     yarn, column, row = knit(u * many, v * many * 1.25)
     color = c.palette(
-        (0xA8262E, 0xF2EADC, 0x2A3A5C),
-        (0x23466E, 0xE8EEF2, 0xC84A3A),
-        (0x2E6248, 0xF0E8D0, 0xC89A3A),
-        (0xD8CDB8, 0x8A7458, 0xF6F0E4),
-        (0x7A3A6A, 0xF4D8E4, 0x3A2A4A),
-        (0xD88A2A, 0xFFF0D0, 0x5A3020),
+        "A8262E F2EADC 2A3A5C",
+        "23466E E8EEF2 C84A3A",
+        "2E6248 F0E8D0 C89A3A",
+        "D8CDB8 8A7458 F6F0E4",
+        "7A3A6A F4D8E4 3A2A4A",
+        "D88A2A FFF0D0 5A3020",
     )
     period = (c.uniform(10, 20)).round()
     band = row % period
@@ -541,16 +522,11 @@ def knitwear(c: Canvas) -> Tensor:
 
 
 def paper(c: Canvas) -> Tensor:
-    color = c.palette(
-        (0xB8B4AC, 0xF4F0E8, 0xFFFFFC),
-        (0x9A8464, 0xCCB48C, 0xE8D4B0),
-        (0xA8A294, 0xECE4CC, 0xFCF6E4),
-        (0x9AA4B4, 0xDCE4EE, 0xF8FCFF),
-    )
+    color = c.palette("B8B4AC F4F0E8 FFFFFC", "9A8464 CCB48C E8D4B0", "A8A294 ECE4CC FCF6E4", "9AA4B4 DCE4EE F8FCFF")
     height, light = torch.zeros_like(c.x), c.light()
     for many, deep in ((2.2, 0.10), (4.5, 0.045), (9.0, 0.016)):  # facets between sharp creases
         u, v = warped(c, c.x * many, c.y * many, 0.12, 2)
-        first, second, a, b = cells(c, u, v)
+        first, second, a, _ = cells(c, u, v)
         height = height + deep * ((second - first) * 0.5 + (a - 0.5) * u.frac().mul(0) + 0.3 * first)
     fiber = fractal(c, c.x * 40, c.y * 90, 3, 0.8)
     fold = relief(height, light, 0.75) * c.uniform(0.5, 1.0)
@@ -559,7 +535,7 @@ def paper(c: Canvas) -> Tensor:
     ruled, margin = c.chance(0.5), c.uniform(-0.4, -0.25)
     y = c.y + 0.006 * fold
     line = smooth(0.0022, 0.0008, ((y / gap) % 1 - 0.5).abs() * gap)
-    ink = c.palette((0x6C9CC8, 0xD86060), (0x8CA0B4, 0xE08080))
+    ink = c.palette("6C9CC8 D86060", "8CA0B4 E08080")
     out = mix(out, ink[:, 0], line * ruled * 0.7)
     return mix(out, ink[:, 1], smooth(0.003, 0.0012, (c.x + 0.006 * fold - margin).abs()) * ruled * 0.7)
 
@@ -570,10 +546,10 @@ def carpet(c: Canvas) -> Tensor:
     x, y = turn(c.x, c.y, angle)
     u, v = (x * knots).round() / knots, (y * knots).round() / knots
     color = c.palette(
-        (0x7A1A1E, 0x1E2C50, 0xE0C48C, 0xC06A3A),
-        (0x1E2E58, 0x8A2226, 0xE8D4A8, 0x5A8A8A),
-        (0x5A3018, 0xC89A58, 0x28484A, 0xF0E0C0),
-        (0x24503E, 0xC8A04A, 0x7A2424, 0xF0E4C8),
+        "7A1A1E 1E2C50 E0C48C C06A3A",
+        "1E2E58 8A2226 E8D4A8 5A8A8A",
+        "5A3018 C89A58 28484A F0E0C0",
+        "24503E C8A04A 7A2424 F0E4C8",
     )
     size = c.uniform(2.0, 3.4)
     p, q = ((t * size + 0.5) % 1 - 0.5 for t in (u, v))
@@ -598,12 +574,7 @@ def tiles(c: Canvas) -> Tensor:
     i, j = x.floor(), y.floor()
     u, v = x - i - 0.5, y - j - 0.5
     edge = 0.5 - torch.maximum(u.abs(), v.abs())
-    color = c.palette(
-        (0xE4ECF0, 0x2A5A9C, 0x7AA8D8),
-        (0xF4EEDC, 0x2E7A6A, 0xE0A83A),
-        (0xECE0D0, 0xA04A34, 0x3A4A5A),
-        (0xDCE8E4, 0x3A8C9C, 0x88C8C8),
-    )
+    color = c.palette("E4ECF0 2A5A9C 7AA8D8", "F4EEDC 2E7A6A E0A83A", "ECE0D0 A04A34 3A4A5A", "DCE8E4 3A8C9C 88C8C8")
     p, q = torch.maximum(u.abs(), v.abs()), torch.minimum(u.abs(), v.abs())
     petal = noise(c, p * 6, q * 6) + 0.5 * torch.cos((p * p + q * q).sqrt() * c.uniform(16, 34))
     azulejo = c.chance(0.6)
@@ -613,7 +584,7 @@ def tiles(c: Canvas) -> Tensor:
     body = mix(checker, body, azulejo + 0 * u)
     glaze = fractal(c, c.x * 9 + i * 3.1, c.y * 9 + j * 1.7, 5, 0.7)
     pick = noise(c, i * 5.3 + 0.5, j * 7.7 + 0.5)
-    grout = ramp(c.palette((0x6A6660, 0xB0ACA4), (0x9A968E, 0xDCD8D0)), 0.5 + 0.4 * fractal(c, c.x * 70, c.y * 70, 2))
+    grout = ramp(c.palette("6A6660 B0ACA4", "9A968E DCD8D0"), 0.5 + 0.4 * fractal(c, c.x * 70, c.y * 70, 2))
     light = c.light()
     height = smooth(0.02, 0.09, edge) * 0.02 + glaze * 0.0012
     gloss = smooth(0.35, 1.0, noise(c, c.x * 2.5 + i * 0.35, c.y * 2.5 + j * 0.6)) * 0.3
@@ -623,7 +594,7 @@ def tiles(c: Canvas) -> Tensor:
 
 def gravel(c: Canvas) -> Tensor:
     many = c.uniform(11, 18)
-    color = c.palette((0x3C3A38, 0x84807A, 0xD4CFC4), (0x4A3C30, 0x9C8468, 0xE4D0B0), (0x343A42, 0x76808A, 0xCCD4DC))
+    color = c.palette("3C3A38 84807A D4CFC4", "4A3C30 9C8468 E4D0B0", "343A42 76808A CCD4DC")
     rough = fractal(c, c.x * 45, c.y * 45, 3, 0.8)
     out = lit(ramp(color, 0.12 + 0.12 * rough), 0 * rough)
     light = c.light()
@@ -643,13 +614,9 @@ def gravel(c: Canvas) -> Tensor:
 
 
 def leaves(c: Canvas) -> Tensor:
-    soil = c.palette((0x1E140C, 0x4A3420))
+    soil = c.palette("1E140C 4A3420")
     out = ramp(soil, 0.5 + 0.4 * fractal(c, c.x * 30, c.y * 30, 4, 0.75))
-    fall = c.palette(
-        (0x6E1A12, 0xC8401C, 0xF08A24, 0xF6CC44),
-        (0x7A3A14, 0xC8741E, 0xECB43A, 0xC8B84A),
-        (0x8A2418, 0xB85A2A, 0xE0A458, 0x8A8A3A),
-    )
+    fall = c.palette("6E1A12 C8401C F08A24 F6CC44", "7A3A14 C8741E ECB43A C8B84A", "8A2418 B85A2A E0A458 8A8A3A")
     many, light = c.uniform(3.6, 6.0), c.light()
     for scale in (1.7, 1.4, 1.2, 1.0, 1.0):
         x, y = c.x * many * scale, c.y * many * scale
@@ -662,8 +629,8 @@ def leaves(c: Canvas) -> Tensor:
 
 
 def rain(c: Canvas) -> Tensor:
-    dusk = c.palette((0x141C2C, 0x2C3C54, 0x5A6C84), (0x1E2A2C, 0x4A605E, 0x9AAEAA), (0x1C1428, 0x40305A, 0x7A6490))
-    lamps = c.palette((0xFFC46A, 0xFF7A4A, 0xFFF0C8, 0x7AC4FF), (0xF4E07A, 0x6AE0B4, 0xFF8AA0, 0xFFFFFF))
+    dusk = c.palette("141C2C 2C3C54 5A6C84", "1E2A2C 4A605E 9AAEAA", "1C1428 40305A 7A6490")
+    lamps = c.palette("FFC46A FF7A4A FFF0C8 7AC4FF", "F4E07A 6AE0B4 FF8AA0 FFFFFF")
     table = c.rand(4, 40)
 
     def street(x: Tensor, y: Tensor) -> Tensor:
@@ -680,7 +647,7 @@ def rain(c: Canvas) -> Tensor:
     for many, share, tall in ((42.0, 0.6, 1.0), (20.0, 0.5, 1.15), (8.5, 0.5, 1.35), (5.0, 0.22, 1.6)):
         x, y = c.x * many, c.y * many / tall
         wx, wy = warped(c, x, y, 0.13, 2)
-        depth, v, a, b = dabs(c, wx, wy, drop, share)
+        depth, *_ = dabs(c, wx, wy, drop, share)
         bend = (1 - depth.clamp(0, 1)).sqrt()
         edge = smooth(0, 0.22, depth)
         up = relief(
@@ -706,13 +673,9 @@ def drop(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def desert(c: Canvas) -> Tensor:
-    air = c.palette(
-        (0x3E8CD4, 0xF0E0C0, 0xE8D4C0, 0xFFF8EC),
-        (0x6AA8DC, 0xF8E8CC, 0xF0D8C0, 0xFFFFFF),
-        (0xE08A5A, 0xFCDCA0, 0xF0B890, 0xFFF0D0),
-    )
+    air = c.palette("3E8CD4 F0E0C0 E8D4C0 FFF8EC", "6AA8DC F8E8CC F0D8C0 FFFFFF", "E08A5A FCDCA0 F0B890 FFF0D0")
     out = sky(c, air, c.uniform(0.0, 0.3))
-    sand = c.palette((0x7A4420, 0xC8833C, 0xF4C078), (0x86502C, 0xD89A58, 0xFCDCA4), (0x6A2E1C, 0xBC5E30, 0xF0A468))
+    sand = c.palette("7A4420 C8833C F4C078", "86502C D89A58 FCDCA4", "6A2E1C BC5E30 F0A468")
     left = c.chance(0.5) * 2 - 1
     grain = fractal(c, c.x * 120, c.y * 110, 2, 0.9)
     start = c.row(0.22, 0.4)
