@@ -124,7 +124,7 @@ def forest(c: Canvas) -> Tensor:
         tone = 0.5 + 0.32 * rough + 0.35 * off * side - 0.2 * off.abs()
         haze = torch.full_like(off, (0.6, 0.32, 0.0)[layer])
         trunk = mix(ramp(bark, tone), ramp(tint, torch.full_like(off, 0.75)), haze)
-        edge = 0.12 * noise(c, c.x * 40, c.y * 40)
+        edge = 0.06 * noise(c, c.x * 30, c.y * 30)
         out = mix(out, trunk, smooth(1.05, 0.9, off.abs() + edge) * smooth(0.004, -0.004, c.y - foot))
         crown = fractal(c, c.x * many * 2, c.y * many * 2, 6, 0.72) - (c.down - 0.04 * (2 - layer)) * 9
         leaves = ramp(tint, 0.3 + 0.1 * (2 - layer) + 0.25 * fractal(c, c.x * many * 9, c.y * many * 9, 3, 0.8))
@@ -189,7 +189,7 @@ def snow(c: Canvas) -> Tensor:
     white = c.palette("7C9CCB C8DAF0 FCFDFF", "8E90C0 D8D6EE FFFCFA", "6C94B8 C4DCE8 FCFFFF")
     u, v = warped(c, x * 0.9, z * 1.3, 0.25, 2)
     drift, rough = fractal(c, u, v, 4, 0.5), fractal(c, x * 9, z * 9, 5, 0.7)
-    slope = relief((drift * 0.06 + rough * 0.006) * (0.25 + rows), c.light(), 1.1)
+    slope = relief((drift * 0.07 + rough * 0.009) * (0.25 + rows), c.light(), 1.1)
     fine = fractal(c, c.x * 100, c.y * 90, 2, 0.9)
     field = ramp(white, 0.66 + 0.42 * slope + 0.07 * fine + 0.1 * drift)
     near, _, a, _ = cells(c, c.x * 60, c.y * 60)
@@ -261,7 +261,7 @@ def underwater(c: Canvas) -> Tensor:
     out = ramp(water, 0.1 + 0.85 * c.down + 0.07 * murk)
     fan = torch.atan2(c.x - c.uniform(-0.6, 0.6), c.y + 1.0)
     rays = smooth(-0.2, 1.0, fractal(c, fan * 9, 0 * c.y + c.uniform(0, 1), 4, 0.7)) * (1 - c.down)
-    out = out + (1 - out) * (0.5 * rays)[:, None]
+    out = mix(out, 0.75 * water[:, 0] + 0.25, 0.6 * rays)
     for many, strength in ((7.0, 0.22), (13.0, 0.14)):  # the surface's net of light, finer far away
         u, v = warped(c, c.x * many, c.y * many * 1.3, 0.45, 2)
         first, second, _, _ = cells(c, u, v)
@@ -278,7 +278,9 @@ def underwater(c: Canvas) -> Tensor:
     weed = c.palette("0E4A3A 4CA860", "3A1E5A C05A9C", "6A2A2A E8845A")
     u = c.x * 16 + c.uniform(0, 9) + 0.5 * torch.sin(c.y * c.uniform(14, 26) + 3 * noise(c, c.x * 3, c.y * 0))
     clump = noise(c, c.x * 3.0, c.y * 0)
-    high = (floor_at + 0.10 - c.y) / (0.05 + 0.34 * smooth(0.1, 1.0, clump + 0.4 * noise(c, u.floor(), c.y * 0)))
+    high = (floor_at + 0.10 + 0.06 * noise(c, u.floor() * 3.7, c.y * 0) - c.y) / (
+        0.05 + 0.34 * smooth(0.1, 1.0, clump + 0.4 * noise(c, u.floor(), c.y * 0))
+    )
     frond = smooth(0.36, 0.26, (u - u.floor() - 0.5).abs() + 0.2 * high.clamp(0, 1)) * (high > 0) * (high < 1)
     out = mix(out, ramp(weed, high * 0.7 + 0.2 * fractal(c, c.x * 50, c.y * 50, 2)), frond * (clump > 0.1))
     for many in (9.0, 22.0):
@@ -308,7 +310,9 @@ def clouds(c: Canvas) -> Tensor:
             puffs = puffs + strength * (0.75 - first * first * 1.6)
         mass = low + puffs + 0.10 * fractal(c, u * 9, v * 9, 4, 0.75)
         edge = c.uniform(0.15, 0.6)
-        shade = 0.52 + 0.5 * relief(low * 0.10 + puffs * 0.055 / grow, light, 0.8) + 0.45 * puffs - 0.16 * (mass - edge)
+        fine = fractal(c, u * 14, v * 14, 4, 0.8)
+        bulge = relief(low * 0.10 + puffs * 0.055 / grow + fine * 0.004, light, 0.8)
+        shade = 0.50 + 0.62 * bulge + 0.45 * puffs + 0.05 * fine - 0.18 * (mass - edge)
         out = mix(out, ramp(puff, shade), smooth(edge - 0.06, edge + 0.26, mass) * share)
     return out
 
@@ -488,7 +492,7 @@ CLOTHS = (
     "8E1F2A D8D0C0 1E2A44",
     "2C4A7C E0E4EC B03A3A",
     "2F6A4A E8E0C0 7A2A2A",
-    "B4783A F4E4C4 5A3A20",
+    "1E7A80 F4E4C4 D08A3A",
     "6A4A86 E8DCF0 2A2040",
     "566068 E0E4E8 2A2E34",
 )
@@ -501,12 +505,13 @@ def cloth(c: Canvas) -> Tensor:
     many = c.uniform(58, 90)
     height, over = weave(u * many, v * many)
     color = c.palette(*CLOTHS)
-    size, plaid = c.uniform(3, 6), c.chance(0.65)
+    size, plaid, gingham = c.uniform(3, 6), c.chance(0.7), c.chance(0.4)
     lines = [((t * size) % 1 < 0.42).float() * plaid for t in (u, v)]
     thin = [((((t * size) % 1) - 0.7).abs() < 0.045).float() * plaid for t in (u, v)]
     pick = torch.where(over > 0, lines[1], lines[0])
     line = torch.where(over > 0, thin[1], thin[0])
-    out = mix(mix(color[:, 0], color[:, 2], pick), color[:, 1], line.clamp(0, 1) * 0.85)
+    second = mix(color[:, 2], color[:, 1], gingham.expand_as(pick))
+    out = mix(mix(color[:, :1, :, None, None].squeeze(1), second, pick), color[:, 1], line * (0.85 - 0.85 * gingham))
     out = mix(out, color[:, 1], 0.10 * (1 + noise(c, u * many / 2, v * 6)))
     slub = fractal(c, u * many, v * 7, 2) * over + fractal(c, u * 7, v * many, 2) * (1 - over)
     return lit(out, 0.42 * (height - 0.62) + 0.10 * slub + 0.5 * relief(fold * 0.05, c.light(), 1.0))
@@ -539,14 +544,14 @@ def knitwear(c: Canvas) -> Tensor:
 
 
 def paper(c: Canvas) -> Tensor:
-    color = c.palette("9C988E F4F0E8 FFFFFC", "86704E CCB48C ECDAB8", "948C78 ECE4CC FCF6E4", "8A94A6 DCE4EE F8FCFF")
+    color = c.palette("8E8A80 FFFFFA", "7A6444 F0DCB4", "86806C FFFAEC", "7C889C FAFDFF")
     fold = torch.zeros_like(c.x)
     for many, deep in ((1.5, 0.5), (3.2, 0.4), (7.0, 0.28), (15.0, 0.14)):  # crumpled: facets between sharp creases
         first, second, a, _ = cells(c, *warped(c, c.x * many, c.y * many, 0.16, 2))
         fold = fold + deep * ((a - 0.5) * (1.3 - first) + 0.35 * torch.exp((first - second) * 14) * (0.4 - a))
     fiber = fractal(c, c.x * 45, c.y * 80, 3, 0.85)
     fold = fold * c.uniform(0.8, 1.5)
-    out = ramp(color, 0.5 + 0.8 * fold + 0.09 * fiber)
+    out = ramp(color, 0.70 + 0.52 * fold + 0.07 * fiber)
     gap, ruled, margin = c.uniform(0.05, 0.075), c.chance(0.5), c.uniform(-0.4, -0.25)
     line = smooth(0.0024, 0.0008, (((c.y + 0.004 * fold) / gap) % 1 - 0.5).abs() * gap)
     ink = c.palette("6C9CC8 D86060", "8CA0B4 E08080")
