@@ -297,7 +297,7 @@ def bubble(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 def clouds(c: Canvas) -> Tensor:
     air = c.palette("2A72CC 9CD0F4", "3A86D8 C4E4F8", "4C7CB4 B4CCE0")
-    puff = c.palette("7C8CA4 BCCAD8 FFFFFF", "8A84A0 D4CCD4 FFFAF2", "68788C A8B8C8 F4F6F8")
+    puff = c.palette("7C8CA4 BCCAD8 FFFFFF", "8890A8 D0D4DC FFFCF8", "68788C A8B8C8 F4F6F8")
     size = c.uniform(1.2, 2.2)
     out = mix(ramp(air, c.down), puff[:, 2], 0.35 * smooth(-0.5, 1.4, fractal(c, c.x * 4, c.y * 13, 6, 0.72)))
     light = c.light()
@@ -311,7 +311,7 @@ def clouds(c: Canvas) -> Tensor:
         mass = low + puffs + 0.10 * fractal(c, u * 9, v * 9, 4, 0.75)
         edge = c.uniform(0.15, 0.6)
         fine = fractal(c, u * 14, v * 14, 4, 0.8)
-        bulge = relief(low * 0.10 + puffs * 0.055 / grow + fine * 0.004, light, 0.8)
+        bulge = relief(low * 0.10 + puffs * 0.055 / grow + fine * 0.0025, light, 0.8)
         shade = 0.50 + 0.62 * bulge + 0.45 * puffs + 0.05 * fine - 0.18 * (mass - edge)
         out = mix(out, ramp(puff, shade), smooth(edge - 0.06, edge + 0.26, mass) * share)
     return out
@@ -500,21 +500,21 @@ CLOTHS = (
 
 def cloth(c: Canvas) -> Tensor:
     u, v = turn(c.x, c.y, c.uniform(-0.5, 0.5))
-    fold = fractal(c, u * 1.5 + 0.5 * noise(c, u * 2, v * 2), v * 0.9, 3, 0.45, ridged=True)
+    fold = fractal(c, *warped(c, u * 2.2, v * 1.4, 0.4, 2), 3, 0.45)
     u, v = u + 0.02 * fold, v + 0.03 * noise(c, u * 2, v * 2)
     many = c.uniform(58, 90)
     height, over = weave(u * many, v * many)
     color = c.palette(*CLOTHS)
-    size, plaid, gingham = c.uniform(3, 6), c.chance(0.7), c.chance(0.4)
-    lines = [((t * size) % 1 < 0.42).float() * plaid for t in (u, v)]
-    thin = [((((t * size) % 1) - 0.7).abs() < 0.045).float() * plaid for t in (u, v)]
+    size, gingham = c.uniform(3, 6), c.chance(0.4)
+    lines = [((t * size) % 1 < 0.42).float() for t in (u, v)]
+    thin = [((((t * size) % 1) - 0.7).abs() < 0.045).float() for t in (u, v)]
     pick = torch.where(over > 0, lines[1], lines[0])
     line = torch.where(over > 0, thin[1], thin[0])
-    second = mix(color[:, 2], color[:, 1], gingham.expand_as(pick))
-    out = mix(mix(color[:, :1, :, None, None].squeeze(1), second, pick), color[:, 1], line * (0.85 - 0.85 * gingham))
+    second = torch.where(gingham[:, 0] > 0, color[:, 1], color[:, 2])
+    out = mix(mix(color[:, 0], second, pick), color[:, 1], line * 0.85 * (1 - gingham))
     out = mix(out, color[:, 1], 0.10 * (1 + noise(c, u * many / 2, v * 6)))
     slub = fractal(c, u * many, v * 7, 2) * over + fractal(c, u * 7, v * many, 2) * (1 - over)
-    return lit(out, 0.42 * (height - 0.62) + 0.10 * slub + 0.5 * relief(fold * 0.05, c.light(), 1.0))
+    return lit(out, 0.42 * (height - 0.62) + 0.10 * slub + 0.5 * relief(fold * 0.06, c.light(), 1.0))
 
 
 def knitwear(c: Canvas) -> Tensor:
@@ -546,12 +546,12 @@ def knitwear(c: Canvas) -> Tensor:
 def paper(c: Canvas) -> Tensor:
     color = c.palette("8E8A80 FFFFFA", "7A6444 F0DCB4", "86806C FFFAEC", "7C889C FAFDFF")
     fold = torch.zeros_like(c.x)
-    for many, deep in ((1.5, 0.5), (3.2, 0.4), (7.0, 0.28), (15.0, 0.14)):  # crumpled: facets between sharp creases
+    for many, deep in ((1.5, 0.45), (3.4, 0.6), (7.5, 0.55), (16.0, 0.35)):  # crumpled: facets between sharp creases
         first, second, a, _ = cells(c, *warped(c, c.x * many, c.y * many, 0.16, 2))
         fold = fold + deep * ((a - 0.5) * (1.3 - first) + 0.35 * torch.exp((first - second) * 14) * (0.4 - a))
     fiber = fractal(c, c.x * 45, c.y * 80, 3, 0.85)
     fold = fold * c.uniform(0.8, 1.5)
-    out = ramp(color, 0.70 + 0.52 * fold + 0.07 * fiber)
+    out = ramp(color, 0.66 + 0.42 * fold + 0.06 * fiber)
     gap, ruled, margin = c.uniform(0.05, 0.075), c.chance(0.5), c.uniform(-0.4, -0.25)
     line = smooth(0.0024, 0.0008, (((c.y + 0.004 * fold) / gap) % 1 - 0.5).abs() * gap)
     ink = c.palette("6C9CC8 D86060", "8CA0B4 E08080")
