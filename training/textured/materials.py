@@ -61,10 +61,10 @@ def metal(name: str) -> Callable[[Canvas], Tensor]:
         """Hammered, brushed or scratched: only what `dress` turns into reflections, around the middle of the ramp."""
         near, _, a, _ = cells(c, c.x * 13, c.y * 13, 0.8)
         x, y = turn(c.x, c.y, c.uniform(0, math.pi))
-        hammered, brushed = c.chance(0.5), fractal(c, x * 4, y * 150, 3, 0.8)
+        hammered, brushed = c.chance(0.5), fractal(c, x * 4, y * 60, 4, 0.9)
         tone = 0.5 + 0.12 * fractal(c, c.x * 3, c.y * 3, 4, 0.6)
         dent = relief(near.clamp_max(0.7) ** 2 * 0.02, c.light(), 1.6)
-        tone = tone + hammered * (0.22 * dent + 0.06 * (a - 0.5)) + (1 - hammered) * 0.13 * brushed
+        tone = tone + hammered * (0.22 * dent + 0.06 * (a - 0.5)) + (1 - hammered) * 0.11 * brushed
         return ramp(c.palette(METALS[name], spread=0.02), tone)
 
     return paint
@@ -91,7 +91,7 @@ def glass(c: Canvas) -> Tensor:
     near, _, a, _ = cells(c, c.x * 11, c.y * 11)
     size = 0.06 + 0.2 * a * a
     seed = smooth(size, size * 0.8, near) * smooth(size * 0.4, size * 0.8, near) * (a > 0.35)
-    return ramp(color, 0.4 + 0.13 * streak + 0.06 * swirl) + (0.35 * seed)[:, None]
+    return ramp(color, 0.33 + 0.13 * streak + 0.06 * swirl) + (0.35 * seed)[:, None]
 
 
 PAIRS = (
@@ -249,7 +249,7 @@ def dress(sprite: Tensor, material: Tensor, name: str, light: Tensor, tint: Tens
         edge = smooth(0.98, 0.7, glare)
         gloss = (0.85 * smooth(0.3, 0.8, bevel) + 0.5 * bands * smooth(0.85, 1.0, glare) + 0.25 * edge).clamp(0, 1)
         out = out + (1 - out) * gloss[:, None]
-        alpha = alpha * (0.5 + 0.5 * torch.maximum(torch.maximum(gloss, line), 0.8 * edge))
+        alpha = alpha * (0.55 + 0.45 * torch.maximum(torch.maximum(gloss, line), 0.8 * edge))
     elif name in ("marble", "leather"):  # polished
         out = out + (1 - out) * (0.45 * smooth(0.45, 0.95, bevel))[:, None]
     return torch.cat((out.clamp(0, 1) * alpha[:, None], alpha[:, None]), 1)
@@ -264,7 +264,7 @@ def dyed(material: Tensor, tint: Tensor, name: str) -> Tensor:
         bright = luminance(tint)[:, None] > 0.75
         other = torch.where(bright, torch.full_like(tint, 0.25), torch.full_like(tint, 0.97))
         return mix(tint, other, (0.5 + 0.75 * tone).clamp(0, 1))
-    return ramp(torch.stack((tint * 0.3, tint * 0.95 + 0.02, tint * 0.55 + 0.45), 1), 0.5 + 0.17 * tone)
+    return ramp(torch.stack((tint * 0.3, tint * 0.95 + 0.02, tint * 0.55 + 0.45), 1), 0.5 + 0.21 * tone)
 
 
 def shining(material: Tensor, name: str, bevel: Tensor, shade: Tensor, depth: Tensor, tint: Tensor | None) -> Tensor:

@@ -71,12 +71,12 @@ def leaf(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 def sky(c: Canvas, air: Tensor, cover: Tensor, scale: float = 1.0) -> Tensor:
     """A gradient from the first color down to the second, and clouds from dark (the third) to lit (the fourth)."""
     x, y = c.x * 1.7 * scale + c.uniform(0, 9), c.y * 3.0 * scale
-    big, fine = fractal(c, x, y, 3, 0.5), fractal(c, x * 5, y * 5, 5, 0.68)
+    big, fine = fractal(c, x, y, 3, 0.5), fractal(c, x * 5, y * 5, 5, 0.74)
     thick = big + 0.42 * fine
     shade = 0.62 + 0.9 * relief(big * 0.1 + fine * 0.012, c.light(), 0.5) + 0.22 * fine
-    haze = smooth(-0.5, 1.4, fractal(c, c.x * 4, c.y * 16, 5, 0.7))
-    base = ramp(air[:, :2], c.down * 1.4 + 0.10 * fine)
-    out = mix(base, air[:, 3], 0.28 * haze)
+    haze = smooth(-0.5, 1.4, fractal(c, c.x * 5, c.y * 18, 5, 0.78))
+    base = ramp(air[:, :2], c.down * 1.4 + 0.14 * fine)
+    out = mix(base, air[:, 3], 0.36 * haze)
     return mix(out, ramp(air[:, 2:4], shade), smooth(0.75 - cover, 1.35 - cover, thick))
 
 
@@ -214,18 +214,17 @@ def night(c: Canvas) -> Tensor:
     other = fractal(c, u * 1.3, v * 1.3, 7, 0.66)
     glow = c.palette("7A2A9E E85AA8 FFD8E8", "1E5AB8 3EC0D8 E8FAFF", "A83A4A F0904A FFF0C8")
     rare = c.palette("2A3EA8 5A8CF0", "5A1E8E B05AE0", "0E6A6A 40D0B0")
-    out = ramp(deep, 0.4 + 0.4 * fractal(c, x * 3, y * 3, 5, 0.6) + 0.4 * band)
+    out = ramp(deep, 0.5 + 0.5 * fractal(c, x * 3, y * 3, 7, 0.75) + 0.4 * band)
     out = out + ramp(rare, 0.5 + 0.5 * other) * (smooth(-0.1, 1.0, other) * (0.2 + 0.5 * band))[:, None]
     dust = smooth(0.0, 0.9, fractal(c, u * 2.2, v * 2.2, 5, 0.6, ridged=True)) * band
     out = out + ramp(glow, 0.05 + 0.6 * band * smooth(-0.5, 1.4, gas)) * (0.8 * smooth(-0.2, 1.4, gas) * band)[:, None]
     out = lit(out, -0.65 * dust)
     star = c.palette("FFD8B0 FFFFFF B8D4FF")
-    for many, bright in ((46.0, 0.5), (24.0, 0.85), (9.0, 1.4)):
+    for many, bright in ((60.0, 0.55), (26.0, 0.85), (9.0, 1.4)):
         near, _, a, b = cells(c, x * many, y * many, 0.8)
-        halo = torch.exp(-(((near / many) / (0.0017 + 0.0022 * b * bright)) ** 2)) + 0.12 * torch.exp(
-            -((near / 0.14) ** 2)
-        ) * (bright > 1)
-        out = out + ramp(star, a.expand_as(near)) * (halo * bright * (0.25 + 0.75 * b * b) * (a * 7 % 1 < 0.6))[:, None]
+        halo = torch.exp(-(((near / many) / (0.0017 + 0.0022 * b * bright)) ** 2))
+        halo = halo + 0.12 * torch.exp(-((near / 0.14) ** 2)) * (bright > 1)
+        out = out + ramp(star, a + 0 * near) * (halo * bright * (0.25 + 0.75 * b * b) * (a * 7 % 1 < 0.7))[:, None]
     return out
 
 
@@ -245,12 +244,12 @@ def sea(c: Canvas) -> Tensor:
     chop = fractal(c, u * 3, v * 3, 4, 0.7)
     slope = relief((wave * 0.11 + chop * 0.007) * (rows + 0.07), c.light(), 1.5)
     body = ramp(water, 0.02 + 0.55 * wave + 0.20 * slope + 0.05 * chop + 0.10 * smooth(0.2, 0.0, rows))
-    cap = smooth(0.78, 0.98, wave + 0.16 * chop + 0.10 * noise(c, x, z) + 0.06 * c.uniform(-1, 1))
+    cap = smooth(0.80, 1.0, wave + 0.20 * chop + 0.06 * noise(c, x, z) + c.uniform(-0.08, 0.04))
+    cap = cap * smooth(-0.5, 0.4, fractal(c, u * 4, v * 4, 3, 0.8))
     body = body + (0.96 - body) * (cap * 0.85)[:, None]
-    glint = torch.exp(-(((c.x - c.uniform(-0.3, 0.3)) / (0.06 + 0.5 * rows)) ** 2)) * smooth(
-        0.3, 1.3, 1.2 * chop + slope
-    )
-    body = mix(body, air[:, 3], glint * 0.6 * c.uniform(0, 1))
+    glint = torch.exp(-(((c.x - c.uniform(-0.3, 0.3)) / (0.06 + 0.5 * rows)) ** 2)) * smooth(0.3, 1.5, chop + slope)
+    glint = glint * smooth(0.1, 1.0, fractal(c, u * 9, v * 9, 3, 0.9)) * c.uniform(0, 1)
+    body = mix(body, air[:, 3], glint)
     return mix(sky(c, air, c.uniform(0.3, 1.2)), body, ground)
 
 
@@ -357,7 +356,7 @@ def boards(c: Canvas, x: Tensor, y: Tensor, colors: Tensor, gap: Tensor | float 
     part = along.floor()
     v = y - row
     ring, fibers = grain_of_wood(c, x * 0.55 + part * 9.7 + row * 5.3, v * 0.8 + row * 3.7 + part * 2.2, 8)
-    flat = ramp(colors, 0.62 - 0.42 * ring + 0.5 * ((tone + part * 0.37) % 1 - 0.5) + 0.13 * fibers)
+    flat = ramp(colors, 0.62 - 0.42 * ring + 0.5 * ((tone + part * 0.37) % 1 - 0.5) + 0.19 * fibers)
     edge = torch.minimum(torch.minimum(v, 1 - v), torch.minimum(along - part, 1 - along + part) * 5)
     edge = edge + 0.25 * gap * noise(c, x * 3, y * 3)
     return flat, smooth(gap, 3.0 * gap, edge) * 0.85 + 0.15
@@ -370,7 +369,7 @@ def table(c: Canvas) -> Tensor:
     sheen = noise(c, c.x * 2, c.y * 3)
     top = lit(flat * (0.25 + 0.75 * gap)[:, None], 0.2 * sheen + 0.5 * smooth(0.3, 0.0, c.y - back) - 0.1)
     room = c.palette("3A5A34 8AB06A E8F0B8", "4A3424 A87848 FCE0A8", "34485C 7C9CB4 E4F0F8", "5A3A3A B4847A F8DCCC")
-    out = ramp(room, 0.45 + 0.3 * fractal(c, c.x * 2.5, c.y * 2.5, 2) + 0.06 * fractal(c, c.x * 40, c.y * 40, 3, 0.8))
+    out = ramp(room, 0.45 + 0.3 * fractal(c, c.x * 2.5, c.y * 2.5, 2) + 0.10 * fractal(c, c.x * 30, c.y * 30, 4, 0.85))
     for many in (7.0, 5.0):
         depth, edge, a, _ = dabs(c, c.x * many, c.y * many, lamp, 0.5)
         out = mix(out, ramp(room, 0.55 + 0.45 * a), smooth(0, 0.08, depth) * (0.2 + 0.25 * edge))
@@ -545,13 +544,13 @@ def knitwear(c: Canvas) -> Tensor:
 
 def paper(c: Canvas) -> Tensor:
     color = c.palette("8E8A80 FFFFFA", "7A6444 F0DCB4", "86806C FFFAEC", "7C889C FAFDFF")
-    fold = torch.zeros_like(c.x)
-    for many, deep in ((1.5, 0.45), (3.4, 0.6), (7.5, 0.55), (16.0, 0.35)):  # crumpled: facets between sharp creases
-        first, second, a, _ = cells(c, *warped(c, c.x * many, c.y * many, 0.16, 2))
-        fold = fold + deep * ((a - 0.5) * (1.3 - first) + 0.35 * torch.exp((first - second) * 14) * (0.4 - a))
+    height = torch.zeros_like(c.x)
+    for many, steep in ((1.4, 0.6), (2.7, 0.5), (5.5, 0.4), (11.0, 0.25)):  # crumpled: slopes between sharp creases
+        first, *_ = cells(c, *warped(c, c.x * many, c.y * many * c.uniform(0.7, 1.4), 0.12, 3))
+        height = height + first * steep / many
     fiber = fractal(c, c.x * 45, c.y * 80, 3, 0.85)
-    fold = fold * c.uniform(0.8, 1.5)
-    out = ramp(color, 0.66 + 0.42 * fold + 0.06 * fiber)
+    fold = relief(height, c.light(), c.uniform(0.7, 1.3))
+    out = ramp(color, 0.72 + 0.42 * fold + 0.06 * fiber)
     gap, ruled, margin = c.uniform(0.05, 0.075), c.chance(0.5), c.uniform(-0.4, -0.25)
     line = smooth(0.0024, 0.0008, (((c.y + 0.004 * fold) / gap) % 1 - 0.5).abs() * gap)
     ink = c.palette("6C9CC8 D86060", "8CA0B4 E08080")
@@ -698,7 +697,7 @@ def desert(c: Canvas) -> Tensor:
         u, v = warped(c, c.x * 5, below * (24 - 13 * share), 0.35, 2)
         ripple = torch.sin(v * 9 + u * 5 * left) * (1 - 0.7 * dark) * (0.35 + 0.65 * share)
         soft = fractal(c, c.x * 7, below * 18, 5, 0.7)
-        tone = 0.52 + 0.22 * phase - 0.5 * dark + 0.085 * ripple + 0.10 * grain + 0.09 * soft - 0.25 * below
+        tone = 0.52 + 0.22 * phase - 0.5 * dark + 0.10 * ripple + 0.14 * grain + 0.11 * soft - 0.25 * below
         body = mix(ramp(sand, tone), air[:, 1], torch.full_like(below, 0.45 * (1 - share)))
         out = mix(out, body, smooth(-0.002, 0.002, below))
     return out
