@@ -24,7 +24,7 @@ def place(name: str, seed: int, count: int = 1, height: int = 64, width: int = 6
     return draw_place(name, count, height, width, torch.Generator().manual_seed(seed))
 
 
-def material(name: str, seed: int, side: int = 64, count: int = 1) -> Tensor:
+def material(name: str, seed: int, side: int = 96, count: int = 1) -> Tensor:
     return draw_material(name, count, side, torch.Generator().manual_seed(seed))
 
 
@@ -69,7 +69,7 @@ def test_place_at_other_ratios(name: str, height: int, width: int) -> None:
 @pytest.mark.parametrize("name", MATERIALS)
 def test_material_is_textured_and_follows_its_seed(name: str) -> None:
     first, second = material(name, 1, count=2), material(name, 2, count=2)
-    check(first, (2, 3, 64, 64))
+    check(first, (2, 3, 96, 96))
     assert torch.equal(first, material(name, 1, count=2))
     assert (first - second).abs().mean() > 0.02
     assert (first[0] - first[1]).abs().mean() > 0.02

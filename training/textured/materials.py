@@ -61,10 +61,10 @@ def metal(name: str) -> Callable[[Canvas], Tensor]:
         """Hammered, brushed or scratched: only what `dress` turns into reflections, around the middle of the ramp."""
         near, _, a, _ = cells(c, c.x * 13, c.y * 13, 0.8)
         x, y = turn(c.x, c.y, c.uniform(0, math.pi))
-        hammered, brushed = c.chance(0.5), fractal(c, x * 4, y * 60, 4, 0.9)
+        hammered, brushed = c.chance(0.5), fractal(c, x * 4, y * 45, 4, 0.9)
         tone = 0.5 + 0.12 * fractal(c, c.x * 3, c.y * 3, 4, 0.6)
         dent = relief(near.clamp_max(0.7) ** 2 * 0.02, c.light(), 1.6)
-        tone = tone + hammered * (0.22 * dent + 0.06 * (a - 0.5)) + (1 - hammered) * 0.11 * brushed
+        tone = tone + hammered * (0.2 * dent + 0.06 * (a - 0.5)) + (0.09 - 0.03 * hammered) * brushed
         return ramp(c.palette(METALS[name], spread=0.02), tone)
 
     return paint
@@ -264,7 +264,9 @@ def dyed(material: Tensor, tint: Tensor, name: str) -> Tensor:
         bright = luminance(tint)[:, None] > 0.75
         other = torch.where(bright, torch.full_like(tint, 0.25), torch.full_like(tint, 0.97))
         return mix(tint, other, (0.5 + 0.75 * tone).clamp(0, 1))
-    return ramp(torch.stack((tint * 0.3, tint * 0.95 + 0.02, tint * 0.55 + 0.45), 1), 0.5 + 0.21 * tone)
+    return ramp(
+        torch.stack((tint * 0.3, tint * 0.95 + 0.02, tint * 0.55 + 0.45), 1), 0.5 + 0.16 * tone.clamp(-2.2, 2.2)
+    )
 
 
 def shining(material: Tensor, name: str, bevel: Tensor, shade: Tensor, depth: Tensor, tint: Tensor | None) -> Tensor:
