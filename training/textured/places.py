@@ -490,14 +490,14 @@ def cloth(c: Canvas) -> Tensor:
     u, v = turn(c.x, c.y, c.uniform(-0.5, 0.5))
     fold = fractal(c, *warped(c, u * 2.2, v * 1.4, 0.4, 2), 3, 0.45)
     u, v = u + 0.02 * fold, v + 0.03 * noise(c, u * 2, v * 2)
-    many = c.uniform(58, 90)
+    many = c.uniform(46, 70)
     height, over = weave(u * many, v * many)
     color = c.palette(*CLOTHS)
     size, gingham = c.uniform(3, 6), c.chance(0.4)
     lines = [((t * size) % 1 < 0.42).float() for t in (u, v)]
     thin = [((((t * size) % 1) - 0.7).abs() < 0.045).float() for t in (u, v)]
-    pick = torch.where(over > 0, lines[1], lines[0])
-    line = torch.where(over > 0, thin[1], thin[0])
+    mine = 0.3 + 0.4 * over  # the thread on top counts more than the one below
+    pick, line = (a + (b - a) * mine for a, b in (lines, thin))
     second = torch.where(gingham[:, 0] > 0, color[:, 1], color[:, 2])
     out = mix(mix(color[:, 0], second, pick), color[:, 1], line * 0.85 * (1 - gingham))
     out = mix(out, color[:, 1], 0.10 * (1 + noise(c, u * many / 2, v * 6)))
@@ -573,7 +573,7 @@ def carpet(c: Canvas) -> Tensor:
     (tone,) = at(c.rand(1, LATTICE, LATTICE), i, j)
     rib = (y * knots * math.pi).sin().abs()
     tuft = fractal(c, x * 150, y * 60, 2, 0.9) + 0.7 * fractal(c, x * 40, y * 40, 3, 0.8)
-    return lit(out, 0.26 * (tone - 0.5) + 0.3 * (rib - 0.7) + 0.13 * tuft + 0.18 * fractal(c, c.x * 3, c.y * 3, 4))
+    return lit(out, 0.2 * (tone - 0.5) + 0.2 * (rib - 0.7) + 0.11 * tuft + 0.18 * fractal(c, c.x * 3, c.y * 3, 4))
 
 
 def tiles(c: Canvas) -> Tensor:
@@ -626,7 +626,7 @@ def leaves(c: Canvas) -> Tensor:
     for scale in (1.6, 1.3, 1.1, 1.0):
         depth, rib, a, b = dabs(c, *warped(c, c.x * many * scale, c.y * many * scale, 0.06, 2), leaf)
         shade = 0.35 * relief(depth.clamp_max(0.5) * 0.05, light, 1.0) + 0.3 * (b * 5 % 1 - 0.5)
-        body = lit(ramp(fall, a + 0.14 * spots), shade + 0.12 * spots - 0.3 * rib - 0.4 * smooth(0.14, 0.0, depth))
+        body = lit(ramp(fall, a + 0.14 * spots), shade + 0.10 * spots - 0.2 * rib - 0.35 * smooth(0.14, 0.0, depth))
         out = mix(lit(out, -0.14 * smooth(-0.4, 0.0, depth)), body, smooth(0, 0.06, depth))
     return lit(out, 0.15 * noise(c, c.x * 2, c.y * 2) + 0.2)
 
