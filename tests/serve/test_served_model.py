@@ -80,7 +80,10 @@ def test_the_vocabulary_is_that_of_words(clipart: ServedModel) -> None:
     ("job", "message"),
     [
         ({"prompt": " \n"}, "the prompt is empty"),
-        ({"prompt": "qwertz"}, "the prompt names nothing that this model can draw: 'qwertz'"),
+        (
+            {"prompt": "qwertz"},
+            "the prompt names nothing that this model can draw: 'qwertz'; /v1/models/clipart lists what it knows",
+        ),
         ({"prompt": "fox " * 9000}, "the prompt has 36000 characters; allowed: 32000"),
         ({"negative_prompt": "x" * 32001}, "the negative_prompt has 32001 characters; allowed: 32000"),
         ({"negative_prompt": "qwertz"}, "the negative_prompt names nothing that this model can draw: 'qwertz'"),

@@ -115,8 +115,9 @@ class ServedModel:
             if text and hasattr(encoder, "check"):
                 try:
                     encoder.check(text)  # type: ignore[union-attr]
-                except NextscaleError as error:  # which calls both a prompt
-                    raise InvalidJob(str(error).replace("the prompt", f"the {what}", 1), what) from None
+                except NextscaleError as error:  # which calls both a prompt, and names a command
+                    said = str(error).replace("the prompt", f"the {what}", 1)
+                    raise InvalidJob(said.replace("`nextscale words`", f"/v1/models/{self.name}"), what) from None
 
     def read_method(self, method: Method | str) -> Method | None:
         return read_method(method, self.pipe.spec.name)
