@@ -452,6 +452,19 @@ def test_other_sites_may_not_call_unless_told_so(small: Live) -> None:
         assert ask(live, "GET", "/v1/models", headers={"authorization": "bearer key"})[0] == 200
 
 
+def test_the_key_guards_every_route_of_the_api(small: Live) -> None:
+    paths = json.loads(ask(small, "GET", "/openapi.json")[2])["paths"]
+    asked = [(method.upper(), path.replace("{name}", "small")) for path, methods in paths.items() for method in methods]
+    assert {("POST", "/v1/images/generations"), ("GET", "/v1/models/small"), ("GET", "/v1/methods")} <= set(asked)
+    with running(ScriptedEngine(), api_key="key") as live:
+        for method, path in asked:
+            for headers in ({}, {"authorization": "Bearer KEY"}):
+                status, _, data = ask(live, method, path, b"[", headers)
+                assert (status, error_of(data)["code"]) == (401, "invalid_api_key")
+        for path in ("/", "/health", "/metrics"):
+            assert ask(live, "GET", path)[0] == 200
+
+
 BAD_OPTIONS = {
     ("--port", "70000"): "--port",
     ("--method", "none such"): "unknown method",
