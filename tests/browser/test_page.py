@@ -388,10 +388,12 @@ def test_a_connection_that_breaks_is_said(open_page: Opener, server: str) -> Non
     page = open_page(server)
     fill(page)
     page.evaluate("""() => {
-        const broken = new ReadableStream({ start: (stream) => stream.error(new TypeError("network error")) });
-        window.fetch = async () => new Response(broken);
+        const start = (stream) => (window.cut = () => stream.error(new TypeError("network error")));
+        window.fetch = async () => new Response(new ReadableStream({ start }));
     }""")
     page.click("#generate")
+    page.locator("#subline", has_text="waiting for the first scale").wait_for()
+    page.evaluate("cut()")
     page.get_by_role("alert").filter(has_text="The connection ended before the image was finished.").wait_for()
 
 
