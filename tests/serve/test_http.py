@@ -222,6 +222,11 @@ def test_a_connection_goes_on_after_a_refused_body(small: Live) -> None:
     client.close()
 
 
+def test_idle_connections_outlive_those_of_proxies(small: Live) -> None:
+    """Or a proxy would send a request on one that is just being closed, and answer 502."""
+    assert small.server.config.timeout_keep_alive > 60
+
+
 def test_slow_bodies(small: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
     begun = time.monotonic()

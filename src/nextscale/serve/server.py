@@ -25,7 +25,7 @@ from nextscale.serve.errors import SERVER, ApiError, as_ascii
 HEADER_SECONDS = 10.0  # for the headers of a request, and for what is left of a refused body
 WRITE_SECONDS = 60.0  # in which a client must take something of what waits for it
 READ_SECONDS = 600.0  # in which it must have taken all of that
-IDLE_SECONDS = 30  # between the requests of a connection
+IDLE_SECONDS = 75  # between the requests of a connection: proxies use theirs for 60, and fail on a closed one
 LAST_SECONDS = 10  # for answers to leave, after the engine has stopped
 MAX_HEADERS = 2**16  # bytes
 MAX_CONNECTIONS = 500
