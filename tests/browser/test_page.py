@@ -423,6 +423,10 @@ def test_key_and_full_queue(open_page: Opener, small_server: str) -> None:
     page = open_page(small_server)
     dialog = page.get_by_role("dialog", name="This server asks for an API key")
     dialog.wait_for()
+    page.keyboard.insert_text("ключ")  # no header can hold it
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.querySelector('#key:invalid') && document.activeElement.id") == "key"
+    page.fill("#key", "")
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
     dialog.locator("#key:invalid").wait_for()  # asked again: what is required is empty
