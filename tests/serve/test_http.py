@@ -609,6 +609,35 @@ def test_what_does_not_end_in_time_gets_a_clean_error(embedded: Pipeline, as_str
             assert error_of(data)["code"] == "shutting_down"
 
 
+STUCK = """
+import os, signal, torch
+from nextscale.serve import engine, server
+from nextscale.serve.app import create_app
+from nextscale.serve.served_model import ServedModel
+from nextscale.testing import tiny_var
+
+class Stuck(ServedModel):
+    def warm_up(self, batches):
+        while True:
+            torch.ones(99, 99) @ torch.ones(99, 99)
+
+def say(line):
+    if line.startswith("warming up"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+engine.LOADING_SECONDS = 0.1
+made = engine.Engine([Stuck(tiny_var())])
+made.start()
+server.serve(create_app(made), made, server.listen("127.0.0.1", 0), grace=50, say=say)
+"""
+
+
+def test_a_signal_ends_a_warm_up() -> None:
+    """Also one that takes minutes, for nothing was accepted yet."""
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=45)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_second_signal_ends_it_at_once() -> None:
     with Process("--method", "truncate:8") as server_process:
         live = Live("", server_process.port)

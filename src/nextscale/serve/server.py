@@ -78,6 +78,8 @@ def serve(
     DrainingServer(make_config(app, log_level), engine, grace, say).run(sockets=[taken])
     if engine.failure is not None:
         raise engine.failure
+    if engine.is_alive:  # in what nothing interrupts, as the capture of graphs: a usual end would abort inside of torch
+        os._exit(0)
 
 
 def make_config(app: FastAPI, log_level: str) -> uvicorn.Config:
