@@ -384,6 +384,19 @@ def test_a_server_that_is_gone(open_page: Opener, server: str) -> None:
     page.get_by_role("alert").filter(has_text="The server does not answer").wait_for()
 
 
+def test_a_connection_that_breaks_is_said(open_page: Opener, server: str) -> None:
+    page = open_page(server)
+    fill(page)
+    page.evaluate("""() => {
+        const start = (stream) => (window.cut = () => stream.error(new TypeError("network error")));
+        window.fetch = async () => new Response(new ReadableStream({ start }));
+    }""")
+    page.click("#generate")
+    page.locator("#subline", has_text="waiting for the first scale").wait_for()
+    page.evaluate("cut()")
+    page.get_by_role("alert").filter(has_text="The connection ended before the image was finished.").wait_for()
+
+
 def test_loading(open_page: Opener, server: str) -> None:
     open_page.expected = ("status of 503",)
     page = open_page(server)
@@ -410,6 +423,10 @@ def test_key_and_full_queue(open_page: Opener, small_server: str) -> None:
     page = open_page(small_server)
     dialog = page.get_by_role("dialog", name="This server asks for an API key")
     dialog.wait_for()
+    page.keyboard.insert_text("ключ")  # no header can hold it
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.querySelector('#key:invalid') && document.activeElement.id") == "key"
+    page.fill("#key", "")
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
     dialog.locator("#key:invalid").wait_for()  # asked again: what is required is empty
@@ -628,6 +645,27 @@ def test_two_tabs(open_page: Opener, server: str) -> None:
     assert downloaded(two) == asked(server, prompt="a red star", seed=8)
     for page in (one, two):  # each knows what the other made
         page.locator("#images li").nth(1).wait_for()
+
+
+DENIED = """
+    const fail = () => { throw new DOMException("denied", "SecurityError"); };
+    for (const name of ["localStorage", "sessionStorage"]) Object.defineProperty(window, name, { get: fail });
+    window.BroadcastChannel = fail;
+"""
+
+
+def test_a_browser_that_keeps_nothing(open_page: Opener, small_server: str) -> None:
+    """With all cookies of a site blocked, its storage throws."""
+    open_page.expected = ("status of 401",)
+    page = open_page(small_server)
+    page.context.add_init_script(DENIED)
+    page.reload()
+    page.get_by_role("dialog", name="This server asks for an API key").wait_for()
+    page.keyboard.type(KEY)
+    page.keyboard.press("Enter")
+    page.click("#theme")
+    generate(page)
+    assert page.locator("#history").is_hidden()
 
 
 # ---- words and code ----
@@ -858,6 +896,18 @@ def test_no_sideways_scrolling_on_a_phone(compared: Page, open_page: Opener, ser
     page = open_page(server, viewport={"width": 360, "height": 700})
     page.locator("#examples button").first.wait_for()
     assert page.evaluate(wide) == 0
+
+
+def test_the_image_is_in_sight_on_a_phone(open_page: Opener, server: str) -> None:
+    page = open_page(server, viewport={"width": 360, "height": 700})
+    fill(page)  # unfolds the settings
+    page.click("#generate")
+    page.locator("#facts").wait_for()
+    box = page.locator("#canvas").bounding_box()
+    assert box
+    assert box["y"] >= 0
+    assert box["y"] + box["height"] < 701
+    finished(page)
 
 
 def test_motion_can_be_reduced(open_page: Opener, server: str) -> None:

@@ -105,3 +105,9 @@ def test_fields(fields, sentence: str) -> None:
 def test_a_complete_scale_must_be_left(infinity: Pipeline) -> None:
     with pytest.raises(NextscaleError, match="leaves no complete scale of a schedule of"):
         ask(infinity, 1, method=LDPruning(scales=100))
+
+
+def test_a_single_complete_scale_is_enough(infinity: Pipeline) -> None:
+    scales = len(ask(infinity, 1).trace.schedule)
+    trace = ask(infinity, 1, method=LDPruning(scales=scales - 1)).trace
+    assert all(trace.kept(0, scale=scale, layer=1).any() for scale in range(1, scales + 1))

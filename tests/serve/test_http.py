@@ -222,6 +222,11 @@ def test_a_connection_goes_on_after_a_refused_body(small: Live) -> None:
     client.close()
 
 
+def test_idle_connections_outlive_those_of_proxies(small: Live) -> None:
+    """Or a proxy would send a request on one that is just being closed, and answer 502."""
+    assert small.server.config.timeout_keep_alive > 60
+
+
 def test_slow_bodies(small: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
     begun = time.monotonic()
@@ -452,6 +457,19 @@ def test_other_sites_may_not_call_unless_told_so(small: Live) -> None:
         assert ask(live, "GET", "/v1/models", headers={"authorization": "bearer key"})[0] == 200
 
 
+def test_the_key_guards_every_route_of_the_api(small: Live) -> None:
+    paths = json.loads(ask(small, "GET", "/openapi.json")[2])["paths"]
+    asked = [(method.upper(), path.replace("{name}", "small")) for path, methods in paths.items() for method in methods]
+    assert {("POST", "/v1/images/generations"), ("GET", "/v1/models/small"), ("GET", "/v1/methods")} <= set(asked)
+    with running(ScriptedEngine(), api_key="key") as live:
+        for method, path in asked:
+            for headers in ({}, {"authorization": "Bearer KEY"}):
+                status, _, data = ask(live, method, path, b"[", headers)
+                assert (status, error_of(data)["code"]) == (401, "invalid_api_key")
+        for path in ("/", "/health", "/metrics"):
+            assert ask(live, "GET", path)[0] == 200
+
+
 BAD_OPTIONS = {
     ("--port", "70000"): "--port",
     ("--method", "none such"): "unknown method",
@@ -589,6 +607,35 @@ def test_what_does_not_end_in_time_gets_a_clean_error(embedded: Pipeline, as_str
         for _, _, data in answers:
             assert data.startswith(b"event: error\ndata: {" if as_stream else b"{")
             assert error_of(data)["code"] == "shutting_down"
+
+
+STUCK = """
+import os, signal, torch
+from nextscale.serve import engine, server
+from nextscale.serve.app import create_app
+from nextscale.serve.served_model import ServedModel
+from nextscale.testing import tiny_var
+
+class Stuck(ServedModel):
+    def warm_up(self, batches):
+        while True:
+            torch.ones(99, 99) @ torch.ones(99, 99)
+
+def say(line):
+    if line.startswith("warming up"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+engine.LOADING_SECONDS = 0.1
+made = engine.Engine([Stuck(tiny_var())])
+made.start()
+server.serve(create_app(made), made, server.listen("127.0.0.1", 0), grace=50, say=say)
+"""
+
+
+def test_a_signal_ends_a_warm_up() -> None:
+    """Also one that takes minutes, for nothing was accepted yet."""
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=45)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

@@ -336,10 +336,11 @@ def test_what_is_not_as_expected_is_said(client: Any) -> None:
     ("asked", "param", "message"),
     [
         ({"prompt": "qwertz"}, "prompt", "the prompt names nothing that this model can draw: 'qwertz'"),
+        ({"extra_body": {"negative_prompt": "qwertz"}}, "negative_prompt", "the negative_prompt names nothing that"),
         ({"extra_body": {"method": "truncate:13"}}, "method", "truncate: k = 13 leaves nothing of a schedule"),
         ({"extra_body": {"method": "nova:t_est=9"}, "size": SIZE}, "method", "nova: t_est = 9 needs a schedule of at"),
     ],
-    ids=["words", "too short", "too small"],
+    ids=["words", "negative", "too short", "too small"],
 )
 def test_what_only_the_model_knows_is_refused_before_the_stream(client: Any, asked, param: str, message: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

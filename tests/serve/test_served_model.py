@@ -70,15 +70,24 @@ def test_the_vocabulary_is_that_of_words(clipart: ServedModel) -> None:
     unknown, size = clipart.warnings(ImageJob("clipart", "a red foks", (1,), width=256, height=256))
     assert unknown.startswith("left out, because the model does not know them: 'foks' (perhaps ")
     assert size == "clipart was trained for 512x512, so an image of 256x256 may look wrong"
+    long = ImageJob("clipart", "fox " * 60, (1,), negative_prompt="a blue haus")
+    cut, unread = clipart.warnings(long)
+    assert cut == "a prompt of 60 known words is cut to the first 47"
+    assert unread.startswith("negative prompt: left out, because the model does not know them: 'haus' (perhaps ")
 
 
 @pytest.mark.parametrize(
     ("job", "message"),
     [
         ({"prompt": " \n"}, "the prompt is empty"),
-        ({"prompt": "qwertz"}, "the prompt names nothing that this model can draw: 'qwertz'"),
+        (
+            {"prompt": "qwertz"},
+            "the prompt names nothing that this model can draw: 'qwertz'; /v1/models/clipart lists what it knows",
+        ),
         ({"prompt": "fox " * 9000}, "the prompt has 36000 characters; allowed: 32000"),
         ({"negative_prompt": "x" * 32001}, "the negative_prompt has 32001 characters; allowed: 32000"),
+        ({"negative_prompt": "qwertz"}, "the negative_prompt names nothing that this model can draw: 'qwertz'"),
+        ({"negative_prompt": " "}, "the negative_prompt names nothing that this model can draw: no words"),
         ({"height": 512, "width": 511}, "clipart makes no images of size 511x512; allowed: 512x512, "),
         ({"method": "nova:t_est=x"}, "nova: t_est must be"),
         ({"guidance_scale": float("inf")}, "guidance_scale must be"),

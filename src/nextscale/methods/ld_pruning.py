@@ -105,9 +105,10 @@ class LDPruningPolicy(CachedPolicy):
 
     def on_features(self, features: Tensor, ctx: ScaleContext) -> None:
         t = ctx.scale.index
-        if self.before is not None and self.first <= t + 1 < self.stop:
+        if self.first <= t + 1 < self.stop:
             grids = self.context.schedule.grids
-            energy = detail_energy(features - self.before, grids[t], grids[t + 1])
+            change = features if self.before is None else features - self.before  # before the first scale they are 0
+            energy = detail_energy(change, grids[t], grids[t + 1])
             # Named by their number, for a captured scale reads them where they are.
             self.upload(f"energy {energy.shape[1]}", energy)
             self.upload(f"count {energy.shape[1]}", fewest_with(energy, self.method.rho).double())

@@ -28,6 +28,7 @@ from nextscale.serve.ticket import Slot, Ticket
 logger = logging.getLogger(__name__)
 
 BATCHES = (1, 2, 4, 8, 16, 32)  # that graphs are captured for; others are padded
+LOADING_SECONDS = 5.0  # that an interrupted warm-up gets to end by itself
 REFUSALS = {
     "loading": "the server is loading",
     "draining": "the server is shutting down",
@@ -133,19 +134,25 @@ class Engine:
     def drain(self, timeout: float) -> bool:
         """Accept nothing more, finish what was accepted, and stop; whether nothing had to be cut off."""
         with self._changed:
+            loading = self.state == "loading"  # so nothing was accepted
             if self.state in ("loading", "ready"):
                 self.state = "draining"
             self._changed.notify_all()
         if self._thread is None:
             return True
-        self._thread.join(timeout)
-        if not self._thread.is_alive():
+        self._thread.join(LOADING_SECONDS if loading else timeout)
+        if not self.is_alive:
             return True
         with self._changed:
             self._aborting = True
             self._changed.notify_all()
-        self._thread.join(timeout=60)  # for the scale that runs
+        self._thread.join(timeout=0 if loading else 60)  # for the scale that runs
         return False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread is at work, or waits for it."""
+        return self._thread is not None and self._thread.is_alive()
 
     def _retry_after(self) -> float:
         """Seconds until half of the queue is gone: then there is room for those who come back."""

@@ -106,14 +106,18 @@ class ServedModel:
         self.pipe.check(job.prompt, height=height, width=width, **sampling)
 
     def check_texts(self, prompt: str, negative_prompt: str | None) -> None:
+        if not prompt.strip():
+            raise InvalidJob("the prompt is empty", "prompt")
+        encoder = self.pipe.text_encoder
         for what, text in (("prompt", prompt), ("negative_prompt", negative_prompt or "")):
             if len(text) > MAX_PROMPT:
                 raise InvalidJob(f"the {what} has {len(text)} characters; allowed: {MAX_PROMPT}", what)
-        if not prompt.strip():
-            raise InvalidJob("the prompt is empty", "prompt")
-        if hasattr(self.pipe.text_encoder, "check"):
-            with blaming("prompt"):
-                self.pipe.text_encoder.check(prompt)  # type: ignore[union-attr]
+            if text and hasattr(encoder, "check"):
+                try:
+                    encoder.check(text)  # type: ignore[union-attr]
+                except NextscaleError as error:  # which calls both a prompt, and names a command
+                    said = str(error).replace("the prompt", f"the {what}", 1)
+                    raise InvalidJob(said.replace("`nextscale words`", f"/v1/models/{self.name}"), what) from None
 
     def read_method(self, method: Method | str) -> Method | None:
         return read_method(method, self.pipe.spec.name)
@@ -129,9 +133,8 @@ class ServedModel:
         """Sentences about what will not be as the client may expect."""
         found, size, encoder = [], self.size_of(job), self.pipe.text_encoder
         if isinstance(encoder, WordEncoder) and isinstance(job.prompt, str):
-            unknown = encoder.lexicon.parse(job.prompt)[1]
-            if unknown:
-                found.append(f"left out, because the model does not know them: {encoder.lexicon.explain(unknown)}")
+            found += encoder.warnings(job.prompt)
+            found += [f"negative prompt: {text}" for text in encoder.warnings(job.negative_prompt or "")]
         if size not in self.trained_sizes:
             trained = choices(f"{w}x{h}" for w, h in self.trained_sizes)
             found.append(f"{self.name} was trained for {trained}, so an image of {size[0]}x{size[1]} may look wrong")

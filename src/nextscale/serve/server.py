@@ -25,7 +25,7 @@ from nextscale.serve.errors import SERVER, ApiError, as_ascii
 HEADER_SECONDS = 10.0  # for the headers of a request, and for what is left of a refused body
 WRITE_SECONDS = 60.0  # in which a client must take something of what waits for it
 READ_SECONDS = 600.0  # in which it must have taken all of that
-IDLE_SECONDS = 30  # between the requests of a connection
+IDLE_SECONDS = 75  # between the requests of a connection: proxies use theirs for 60, and fail on a closed one
 LAST_SECONDS = 10  # for answers to leave, after the engine has stopped
 MAX_HEADERS = 2**16  # bytes
 MAX_CONNECTIONS = 500
@@ -78,6 +78,8 @@ def serve(
     DrainingServer(make_config(app, log_level), engine, grace, say).run(sockets=[taken])
     if engine.failure is not None:
         raise engine.failure
+    if engine.is_alive:  # in what nothing interrupts, as the capture of graphs: a usual end would abort inside of torch
+        os._exit(0)
 
 
 def make_config(app: FastAPI, log_level: str) -> uvicorn.Config:

@@ -227,15 +227,22 @@ class WordEncoder:
             )
         return tokens, unknown
 
-    def read(self, prompt: str) -> list[int]:
-        tokens, unknown = self._parse(prompt)
+    def warnings(self, prompt: str) -> list[str]:
+        """Sentences about what of a prompt the model will not read."""
+        tokens, unknown = self.lexicon.parse(prompt)
+        limit, found = self.transformer.config.length, list[str]()
         if unknown:
-            logger.warning("left out, because the model does not know them: %s", self.lexicon.explain(unknown))
-        limit = self.transformer.config.length
+            found.append(f"left out, because the model does not know them: {self.lexicon.explain(unknown)}")
         if len(tokens) > limit:
-            logger.warning("a prompt of %d known words is cut to the first %d", len(tokens) - 1, limit - 1)
-            tokens = [*tokens[: limit - 1], END_TOKEN]
-        return tokens
+            found.append(f"a prompt of {len(tokens) - 1} known words is cut to the first {limit - 1}")
+        return found
+
+    def read(self, prompt: str) -> list[int]:
+        tokens, _ = self._parse(prompt)
+        for warning in self.warnings(prompt):
+            logger.warning(warning)
+        limit = self.transformer.config.length
+        return tokens if len(tokens) <= limit else [*tokens[: limit - 1], END_TOKEN]
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> list[Tensor]:

@@ -30,6 +30,18 @@ const seconds = (value) => `${value < 9.95 ? value.toFixed(value < 0.995 ? 2 : 1
 const percent = (share) => `${share > 0 && share < 0.005 ? "<1" : Math.round(100 * share)} %`;
 const fromBase64 = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 
+/** A storage of the browser; where it may keep nothing for this page, one that ends with the page. */
+function storageOf(name) {
+  try {
+    return window[name];
+  } catch {
+    const kept = new Map();
+    return { getItem: (key) => kept.get(key) ?? null, setItem: (key, value) => kept.set(key, value) };
+  }
+}
+
+const [local, session] = ["localStorage", "sessionStorage"].map(storageOf);
+
 const on = (id, type, listener) => $(id).addEventListener(type, listener);
 
 /** The API's messages begin in lower case; names such as "nova:" or "t_est" stay as they are. */
@@ -95,12 +107,12 @@ async function askKey(message) {
   $("key-text").textContent = sentence(message);
   $("key").value = "";
   const answer = await ask($("key-dialog"));
-  if (answer) sessionStorage.setItem(API_KEY, $("key").value);
+  if (answer) session.setItem(API_KEY, $("key").value);
   return Boolean(answer);
 }
 
 async function send(path, options) {
-  const key = sessionStorage.getItem(API_KEY);
+  const key = session.getItem(API_KEY);
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
   try {
     return await fetch(path, { ...options, headers });
@@ -159,12 +171,16 @@ async function waitUntilReady(signal) {
   }
 }
 
+const interrupted = () => new ApiError("The connection ended before the image was finished.");
+
 /** Yield the data of server-sent events. EventSource would do this, but it cannot POST. */
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : interrupted();
+    });
     if (done) return;
     const blocks = (rest + value).split(/\r?\n\r?\n/);
     rest = blocks.pop();
@@ -287,7 +303,7 @@ async function makeSide(settings, side, signal) {
     if (event.type === "image_generation.completed") finish(side, event);
     render();
   }
-  if (!side.final) throw new ApiError("The connection ended before the image was finished.");
+  if (!side.final) throw interrupted();
 }
 
 /** Make one side of an image and remember it. */
@@ -315,6 +331,7 @@ async function generate(withPlain) {
   if (!image) return;
   state.running = { image, side: null, controller: new AbortController() };
   showImage(image);
+  $("canvas").scrollIntoView({ block: "nearest" }); // below the settings on a phone
   announce("Generating.");
   let outcome;
   try {
@@ -520,7 +537,7 @@ function renderFacts(image) {
   const side = runningSide(image);
   $("facts").hidden = !made?.final && !side;
   $("result").hidden = $("actions").hidden = $("about").hidden = !made?.final;
-  [$("headline").textContent, $("subline").textContent] = side ? progress(side) : made?.final ? result(image) : ["", ""];
+  [$("headline").textContent, $("subline").textContent] = side ? progress(side, settings) : made?.final ? result(image) : ["", ""];
   if (!made?.final) return;
   const rows = [plain?.final && ["Plain", plain], [made.method === "none" ? "Plain" : made.method, made]].filter(Boolean);
   $("numbers").tBodies[0].replaceChildren(...rows.map(([name, side]) => numbersRow(name, side)));
@@ -531,8 +548,11 @@ function renderFacts(image) {
   $("about").textContent = `${settings.model}, ${settings.size}, seed ${settings.seed}. The PNG file has these settings inside.`;
 }
 
-const progress = (side) =>
-  side.steps.length ? [seconds(side.seconds), `scale ${latestScale(side)} of ${side.steps.length}`] : ["…", "being made"];
+/** Nothing tells a request that waits for its turn from one whose first scale is made. */
+const progress = (side, { previews }) =>
+  side.steps.length
+    ? [seconds(side.seconds), `scale ${latestScale(side)} of ${side.steps.length}`]
+    : ["…", previews ? "waiting for the first scale" : "being made"];
 
 const result = (image) =>
   image.plain?.final ? comparison(image) : [seconds(image.made.seconds), `${percent(tokenShare(image.made))} of a plain image's tokens`];
@@ -553,7 +573,7 @@ function offerDownload(link, side, name) {
 
 // ---- copy ----
 const shellQuote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
-const usesKey = () => Boolean(sessionStorage.getItem(API_KEY)); // the code names a variable, never the key itself
+const usesKey = () => Boolean(session.getItem(API_KEY)); // the code names a variable, never the key itself
 
 function curlOf(settings) {
   const key = usesKey() ? ` \\\n  -H "Authorization: Bearer $NEXTSCALE_API_KEY"` : "";
@@ -604,12 +624,13 @@ const promised = (request) =>
   });
 
 let database = null;
-const otherTabs = new BroadcastChannel("nextscale-history");
+let otherTabs = null;
 
 async function openHistory() {
   try {
     const request = indexedDB.open("nextscale", 1);
     request.onupgradeneeded = () => request.result.createObjectStore("images", { keyPath: "id", autoIncrement: true });
+    otherTabs = new BroadcastChannel("nextscale-history");
     database = await promised(request);
   } catch {
     return note("This browser lets the page keep no history.");
@@ -924,12 +945,12 @@ function setTheme(dark) {
 
 function setUpTheme() {
   const system = matchMedia("(prefers-color-scheme: dark)");
-  const follow = () => setTheme(localStorage.getItem(THEME) ? localStorage.getItem(THEME) === "dark" : system.matches);
+  const follow = () => setTheme(local.getItem(THEME) ? local.getItem(THEME) === "dark" : system.matches);
   system.addEventListener("change", follow);
   follow();
   on("theme", "click", () => {
     const dark = document.documentElement.dataset.theme !== "dark";
-    localStorage.setItem(THEME, dark ? "dark" : "light");
+    local.setItem(THEME, dark ? "dark" : "light");
     setTheme(dark);
   });
 }
