@@ -115,7 +115,7 @@ def serve(
     taken = listen(host, port)
     models = options.load()
     for served in models:
-        if method == AUTO and not is_measured(served.name):
+        if method == AUTO and not is_measured(served.pipe.spec.name):
             typer.echo(
                 f"{served.name}: no method was measured on it, so auto is {served.method}; none computes all tokens"
             )
