@@ -139,11 +139,14 @@ class Painter:
                     else:
                         name, side = self.materials[kind], sprite.shape[-1]
                         bank = self.material_bank(name, side, side)
-                        which = (batch.chance[rows][row, 0] * 997 + slot * 7).long() % len(bank)
+                        which = ((batch.chance[rows][row, 0] * 997).long() + thing[row, slot]) % len(bank)  # copies are alike
                         texture = bank[self.send(which)].float().div_(255)
                         sprite = dress(sprite, texture, name, lit, tint if colored else None)
+                    at, sizes = self.send(place[row, slot]), (height, width)
                     wall, ground = (self.send(cast[k][row]) for k in ("wall", "ground"))
-                    self.put(ink, (height, width), sprite, self.send(row), self.send(place[row, slot]), lit, wall, ground)
+                    # Nothing casts a shadow on the sky.
+                    ground = ground * ((at[:, 1] + at[:, 2] / 2) * self.side / height * 6 - 2.6).clamp(0, 1)
+                    self.put(ink, sizes, sprite, self.send(row), at, lit, wall, ground)
         ink = ink.view(n, height, width, 5).permute(0, 3, 1, 2)
         strength = self.send(0.3 + 0.3 * batch.chance[rows, 1])[:, None, None, None]
         out = out * (1 - ink[:, 4:].clamp(0, 1) * strength)

@@ -40,7 +40,9 @@ SIZES = {  # of a thing, as a share of the picture's side
     "small": (0.11, 0.17),
     "large": (0.62, 0.86),
 }
+SEEN = 0.08  # the least size where a texture is behind
 MARGIN = 0.035
+SKY = 0.17  # share of the height that stays free above things that stand on the ground
 APART = 0.86  # the share of its cell that a thing takes at most, so that things never touch
 ARTICLES = {"hourglass": "an", "unicorn": "a", "ufo": "a"}  # against the first letter
 LETTERED = frozenset(  # what is wrong in a mirror
@@ -326,14 +328,17 @@ class Scenes:
     def arranged(self, rng: np.random.Generator, scene: Scene) -> Scene:
         """The scene with everything drawn again that its caption leaves open."""
         width, height = canvas(scene.ratio)
-        box = (MARGIN, MARGIN, width - 2 * MARGIN, height - 2 * MARGIN)
+        place = self.places.get(scene.background)
+        top = MARGIN if place is None or place.get("shadow") != "ground" else SKY * height
+        box = (MARGIN, top, width - 2 * MARGIN, height - MARGIN - top)
+        sizes = {name: (low if place is None else max(low, SEEN), high) for name, (low, high) in SIZES.items()}
         found: list[tuple[float, float, float]] = []
         if len(scene.items) == 1:
-            found = arrange(rng, scene.items[0].count, box, SIZES[scene.items[0].size])
+            found = arrange(rng, scene.items[0].count, box, sizes[scene.items[0].size])
         elif scene.task == "several":
-            cells = arrange(rng, len(scene.items), box, SIZES[None])
+            cells = arrange(rng, len(scene.items), box, sizes[None])
             for item, (x, y, size) in zip(scene.items, cells, strict=True):
-                low, high = SIZES[item.size]
+                low, high = sizes[item.size]
                 found.append((x, y, size if item.size is None else rng.uniform(low, min(high, size))))
         else:
             relation = scene.relation
@@ -341,14 +346,14 @@ class Scenes:
                 options = ("left of", "right of", "above", "below")
                 relation = str(rng.choice(options, p=(0.3, 0.3, 0.2, 0.2) if height <= width else (0.2, 0.2, 0.3, 0.3)))
             for item, part in zip(scene.items, self.halves(rng, relation, scene.items, box), strict=True):
-                found += arrange(rng, item.count, part, SIZES[item.size])
+                found += arrange(rng, item.count, part, sizes[item.size])
         owners = [item for item in scene.items for _ in range(item.count)]
         spots = []
         for item, (x, y, size) in zip(owners, found, strict=True):
             fixed = item.kind == "letters" or self.thing(item)["name"] in LETTERED
             spots.append(Spot(x, y, size, not fixed and rng.random() < 0.5))
         if rng.random() < 0.6:  # the copies of a thing mostly look the same way
-            spots = [replace(s, mirrored=s.mirrored and spots[owners.index(o)].mirrored) for o, s in zip(owners, spots)]
+            spots = [replace(s, mirrored=spots[owners.index(o)].mirrored) for o, s in zip(owners, spots, strict=True)]
         light = float(rng.uniform(-0.85, -0.15) * math.pi)  # from above, from the left to the right
         return replace(scene, spots=tuple(spots), light=light, chance=tuple(rng.random(8).tolist()))
 
