@@ -139,7 +139,9 @@ class Painter:
                     else:
                         name, side = self.materials[kind], sprite.shape[-1]
                         bank = self.material_bank(name, side, side)
-                        which = ((batch.chance[rows][row, 0] * 997).long() + thing[row, slot]) % len(bank)  # copies are alike
+                        which = ((batch.chance[rows][row, 0] * 997).long() + thing[row, slot]) % len(
+                            bank
+                        )  # copies are alike
                         texture = bank[self.send(which)].float().div_(255)
                         sprite = dress(sprite, texture, name, lit, tint if colored else None)
                     at, sizes = self.send(place[row, slot]), (height, width)

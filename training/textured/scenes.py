@@ -131,6 +131,12 @@ def words_of(vocabulary: dict[str, Any]) -> dict[str, Any]:
     return former.words_of({**vocabulary, "materials": materials})
 
 
+def kind_of(scene: Scene) -> str:
+    """What a tokenizer is measured on apart."""
+    plain = scene.background in PATTERNS and all(item.material is None for item in scene.items)
+    return "flat" if plain else "textured"
+
+
 def split(n: int, parts: int) -> list[int]:
     """n in parts that differ by one at most."""
     return [n // parts + (i < n % parts) for i in range(parts)]
