@@ -60,7 +60,7 @@ class Canvas:
         """One of these rows of colors ("RRGGBB RRGGBB") for each picture, a little off, [n, k, 3]."""
         table = torch.stack([colors(choice) for choice in choices]).to(self.generator.device)
         chosen = table[(self.rand() * len(choices)).long().clamp_max(len(choices) - 1)]
-        off = (self.rand(1, 3) * 2 - 1) + (self.rand(table.shape[1], 3) * 2 - 1) / 2
+        off = (self.rand(1, 1) * 2 - 1) + (self.rand(1, 3) - 0.5) / 2 + (self.rand(table.shape[1], 3) - 0.5) / 2
         return (chosen + off * spread).clamp(0, 1)
 
     def light(self) -> tuple[Tensor, Tensor]:
@@ -224,8 +224,9 @@ def relief(height: Tensor, light: tuple[Tensor, Tensor], strength: Tensor | floa
 
 
 def lit(image: Tensor, shade: Tensor) -> Tensor:
-    """The image, brighter where shade is above 0 and darker below."""
-    return image * (1 + shade.clamp(-0.9, 1.5))[:, None]
+    """The image, brighter where shade is above 0 (white stays white) and darker below."""
+    shade = shade.clamp(-0.92, 1.6)[:, None]
+    return image * (1 + shade * torch.where(shade > 0, (1.4 * (1 - image)).clamp(0, 1), 1.0))
 
 
 def grain_of_wood(c: Canvas, x: Tensor, y: Tensor, rings: Tensor | float = 7.0) -> tuple[Tensor, Tensor]:
@@ -264,8 +265,27 @@ def weave(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def veins(c: Canvas, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Marble: clouds around 0, and sharp veins in 0..1."""
-    u, v = warped(c, x, y, 0.55, 4)
-    body = fractal(c, u * 1.3, v * 1.3, 5, 0.55)
-    bold = (1 - (fractal(c, u * 0.9, v * 1.6, 4, 0.5)).abs() * 5).clamp_min(0) ** 2
-    thin = (1 - (fractal(c, u * 2.5, v * 3.5, 4, 0.5)).abs() * 9).clamp_min(0) ** 1.5
-    return body, (bold * (0.6 + 0.4 * body) + 0.5 * thin * smooth(-0.2, 0.5, body)).clamp(0, 1)
+    u, v = warped(c, x, y, 0.3, 5)
+    body = fractal(c, u * 1.5, v * 1.5, 6, 0.65)
+    line = torch.zeros_like(body)
+    for many, sharp, strength in ((1.0, 7.0, 1.0), (1.9, 9.0, 0.7), (3.6, 9.0, 0.5)):
+        near = fractal(c, u * many, v * many * 1.9, 5, 0.55).abs()
+        line = torch.maximum(
+            line, strength * ((1 - near * sharp).clamp_min(0) + 0.35 * (1 - near * 2.2).clamp_min(0) ** 2)
+        )
+    return body, (line * (0.7 + 0.5 * body)).clamp(0, 1)
+
+
+def swell(c: Canvas, x: Tensor, y: Tensor, octaves: int = 4) -> Tensor:
+    """Waves of water with sharp crests, about 0..1."""
+    height, strength, total = torch.zeros_like(x + y), 1.0, 0.0
+    for i in range(octaves):
+        for way in (1, -1):
+            u, v = x + way * c.uniform(1, 9), y + way * c.uniform(1, 9)
+            u, v = (t + 1.1 * noise(c, u * 0.6, v * 0.6) for t in (u, v))
+            u, v = ((1 - a.sin().abs()) * a.sin().abs() + a.cos().abs() * (1 - a.sin().abs()) for a in (u, v))
+            height = height + strength * (1 - (u * v).clamp_min(1e-4) ** 0.65) ** (3.5 - 0.5 * i)
+        total += 2 * strength
+        strength *= 0.42
+        x, y = 1.6 * x - 1.2 * y, 1.2 * x + 1.6 * y
+    return height / total

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from training.textured.noise import (
+    LATTICE,
     Canvas,
+    at,
     blades,
     cells,
     dabs,
@@ -22,6 +24,7 @@ from training.textured.noise import (
     ramp,
     relief,
     smooth,
+    swell,
     turn,
     veins,
     warped,
@@ -30,10 +33,11 @@ from training.textured.noise import (
 
 
 def plain(c: Canvas, horizon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A plain seen from a man's height: x and depth on it, the distance below the horizon, and 1 where it is."""
+    """A plain seen from a height: x and depth on it, the distance below the horizon, and 1 where it is."""
     below = c.y - horizon
     rows = below.clamp_min(c.pixel)
-    return c.x * 0.5 / rows, 0.5 / rows, rows, smooth(-c.pixel, c.pixel, below)
+    far = 0.5 / (rows + 0.1)  # never so far that all detail is finer than pixels
+    return c.x * far, far, rows, smooth(-c.pixel, c.pixel, below)
 
 
 def dome(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,46 +47,57 @@ def dome(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def leaf(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """A leaf, pointed or lobed, and its veins."""
-    size = 0.42 + 0.2 * r
-    u, v = u / size, v / size
-    angle = torch.atan2(v, u)
-    lobed = 0.5 + 0.3 * (2.5 * angle).cos().abs() + 0.12 * angle.cos() - (u * u + v * v).sqrt()
-    pointed = (1 - u.abs()).clamp_min(0) * (0.42 + 0.3 * (1 - u)) - v.abs()
-    star = (torch.sin(2.5 * angle).abs() * (u * u + v * v).sqrt() < 0.03) | (v.abs() < 0.022)
-    ribs = (((u - v.abs() * 0.9) * 7) % 1 < 0.14) | (v.abs() < 0.03)
-    return torch.where(s < 0.5, lobed, pointed) * 2, torch.where(s < 0.5, star, ribs).float()
+    """A leaf of maple or of beech, and its veins."""
+    size = 0.46 + 0.22 * r
+    u, v = u / size, (v / size).abs()
+    depth, rib = torch.full_like(u, -1.0), torch.full_like(u, 1.0)
+    for angle, long, wide in ((0.0, 1.0, 0.30), (0.95, 0.92, 0.27), (1.95, 0.62, 0.22)):  # lobes from the stalk
+        along, across = (
+            (u + 0.25) * math.cos(angle) + v * math.sin(angle),
+            v * math.cos(angle) - (u + 0.25) * math.sin(angle),
+        )
+        t = (along / long).clamp(-0.1, 1)
+        teeth = 0.05 * ((t * 5) % 1)
+        lobe = wide * 2.2 * (t + 0.1).sqrt() * (1 - t) * (1 - teeth * 4) - across.abs()
+        depth = torch.maximum(depth, lobe)
+        rib = torch.where(along > 0, torch.minimum(rib, across.abs()), rib)
+    t = (u * 0.5 + 0.5).clamp(0, 1)
+    beech = 1.25 * t**0.7 * (1 - t) * (1 - 0.10 * ((t * 9) % 1)) - v
+    side = torch.minimum(((u - v * 1.1) * 4.5 % 1) * 0.18, v)
+    maple = s < 0.6
+    return torch.where(maple, depth, beech) * 2.5, smooth(0.035, 0.015, torch.where(maple, rib, side))
 
 
-def sky(c: Canvas, colors: Tensor, clouds: Tensor | float, scale: float = 1.0) -> Tensor:
-    """A gradient from the first color down to the second, and lit clouds between the third and the fourth."""
-    u, v = c.x * 2.2 * scale + c.uniform(0, 9), c.y * 4.0 * scale
-    u, v = warped(c, u, v, 0.25, 2)
-    thick = fractal(c, u, v, 6, 0.56)
-    density = smooth(0.25 - 1.0 * clouds, 1.1 - 0.9 * clouds, thick)
-    shade = 0.5 + 0.5 * relief(thick * 0.13, c.light(), 1.0) + 0.25 * thick
-    base = ramp(colors[:, :2], c.down)
-    return mix(base, ramp(colors[:, 2:4], shade), density)
+def sky(c: Canvas, air: Tensor, cover: Tensor, scale: float = 1.0) -> Tensor:
+    """A gradient from the first color down to the second, and clouds from dark (the third) to lit (the fourth)."""
+    x, y = c.x * 1.7 * scale + c.uniform(0, 9), c.y * 3.0 * scale
+    big, fine = fractal(c, x, y, 3, 0.5), fractal(c, x * 5, y * 5, 5, 0.68)
+    thick = big + 0.42 * fine
+    shade = 0.62 + 0.9 * relief(big * 0.1 + fine * 0.012, c.light(), 0.5) + 0.22 * fine
+    haze = smooth(-0.5, 1.4, fractal(c, c.x * 4, c.y * 16, 5, 0.7))
+    base = ramp(air[:, :2], c.down * 1.4 + 0.10 * fine)
+    out = mix(base, air[:, 3], 0.28 * haze)
+    return mix(out, ramp(air[:, 2:4], shade), smooth(0.75 - cover, 1.35 - cover, thick))
 
 
 def meadow(c: Canvas) -> Tensor:
     horizon = c.row(0.18, 0.42)
     x, z, rows, ground = plain(c, horizon)
-    air = c.palette("5FA8EA C4E4FA B4C4D6 FFFFFF", "7FB0D8 F2E8D2 D5C4B8 FFF8EA")
+    air = c.palette("4F9CE6 C4E4FA B4C4D6 FFFFFF", "7FB0D8 F2E8D2 D5C4B8 FFF8EA")
     hill = horizon - 0.03 - 0.05 * noise(c, c.x * 2, c.y * 0) - 0.015 * fractal(c, c.x * 14, c.y * 14, 3)
     trees = fractal(c, c.x * 30, c.y * 34, 4, 0.7)
     far = ramp(c.palette("2F5E3A 5E9450", "3C6A58 82A868"), 0.5 + 0.5 * trees)
-    out = mix(sky(c, air, c.uniform(0.2, 0.6)), far, smooth(-0.004, 0.004, c.y - hill))
+    out = mix(sky(c, air, c.uniform(0.2, 1.0)), far, smooth(-0.004, 0.004, c.y - hill))
     grass = c.palette("173F12 3B8426 9CCB4C", "1F4312 5B8A22 C9CC55", "0F3D1E 2E8B3A 8FD46A")
     patch = fractal(c, x * 1.2, z * 1.2, 4)
-    soil = ramp(grass, 0.32 + 0.16 * patch + 0.2 * noise(c, c.x * 90, c.y * 40))
+    soil = ramp(grass, 0.3 + 0.16 * patch + 0.2 * fractal(c, c.x * 60, c.y * 40, 2))
     up, number = blades(c, c.x + 0 * rows, rows, lean=c.uniform(-0.6, 0.6))
-    tone = 0.08 + 0.55 * up.clamp_min(0).sqrt() + 0.32 * (number - 0.5) + 0.12 * patch
+    tone = 0.08 + 0.55 * up.clamp_min(0).sqrt() + 0.36 * (number - 0.5) + 0.12 * patch
     out = mix(out, mix(soil, ramp(grass, tone), (up >= 0).float()), ground)
-    petals = c.palette("FFFFFF F6C732", "E8443A 3A1A10", "F4D03A D48A10", "A66BE0 F4E070")
-    depth, core, _, _ = dabs(c, c.x * 17, rows.log() * 9, flower, 0.05)
-    bloom = smooth(0, 0.15, depth) * smooth(0.02, 0.06, rows)
-    return mix(out, ramp(petals, core), bloom * ground)
+    petals = c.palette("FFFFFF F6C732", "E8443A 3A1A10", "F8D43A D48A10", "A66BE0 F4E070", "FFFFFF FFD23A")
+    many = c.uniform(9, 14)
+    depth, core, _, _ = dabs(c, c.x * many / (0.35 + rows), (rows + 0.1).log() * many, flower, 0.11)
+    return mix(out, ramp(petals, core), smooth(0, 0.15, depth) * smooth(0.02, 0.06, rows) * ground)
 
 
 def flower(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,11 +107,11 @@ def flower(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 def forest(c: Canvas) -> Tensor:
     horizon = c.row(0.45, 0.62)
-    x, z, rows, _ = plain(c, horizon)
+    x, z, *_ = plain(c, horizon)
     tint = c.palette("16301A 4F8A3A C6E39A", "10302C 3F7F60 B8E0C0", "33290F 8A7A2A F0DC8C")
     out = ramp(tint, 0.75 + 0.28 * fractal(c, c.x * 6, c.y * 6, 6, 0.75) - 0.3 * c.down)
     bark = c.palette("1E150F 5A4332 A08468", "1A1A18 4E4A42 9A9484")
-    light = c.light()
+    side = c.light()[0].sign()
     for layer, (many, wide) in enumerate(((9.0, 0.10), (5.5, 0.13), (3.0, 0.15))):
         u = c.x * many + c.uniform(0, 9) + 0.25 * noise(c, c.x * 2, c.y * 1.5)
         pick = c.rand(2, 64)
@@ -105,47 +120,50 @@ def forest(c: Canvas) -> Tensor:
         off = (u - u.floor() - 0.3 - 0.4 * shift) / (wide * (0.6 + 0.8 * thick))
         foot = horizon + (0.02, 0.06, 0.16)[layer] + 0.02 * noise(c, c.x * 20, c.y * 0)
         off = off / (1 + 0.5 * torch.exp((c.y - foot) * 18).clamp_max(1.5))
-        rough = fractal(c, off * 1.6 + u.floor() * 7, c.y * 8, 4, 0.7, ridged=True)
-        tone = 0.55 + 0.3 * rough - 0.5 * off * light[0].sign() * -1 - 0.25 * off.abs()
-        trunk = mix(
-            ramp(bark, tone), ramp(tint, torch.full_like(off, 0.75)), torch.full_like(off, (0.6, 0.32, 0.0)[layer])
-        )
-        out = mix(out, trunk, smooth(1.05, 0.95, off.abs()) * smooth(0.004, -0.004, c.y - foot))
-        crown = fractal(c, c.x * many * 2, c.y * many * 2, 6, 0.72) - (c.down - 0.05 - 0.10 * (2 - layer) * 0.6) * 9
+        rough = fractal(c, off * 1.6 + u.floor() * 7, c.y * 9, 5, 0.75, ridged=True)
+        tone = 0.5 + 0.32 * rough + 0.35 * off * side - 0.2 * off.abs()
+        haze = torch.full_like(off, (0.6, 0.32, 0.0)[layer])
+        trunk = mix(ramp(bark, tone), ramp(tint, torch.full_like(off, 0.75)), haze)
+        edge = 0.12 * noise(c, c.x * 40, c.y * 40)
+        out = mix(out, trunk, smooth(1.05, 0.9, off.abs() + edge) * smooth(0.004, -0.004, c.y - foot))
+        crown = fractal(c, c.x * many * 2, c.y * many * 2, 6, 0.72) - (c.down - 0.04 * (2 - layer)) * 9
         leaves = ramp(tint, 0.3 + 0.1 * (2 - layer) + 0.25 * fractal(c, c.x * many * 9, c.y * many * 9, 3, 0.8))
         out = mix(out, leaves, smooth(0.0, 0.25, crown))
+        fern = fractal(c, c.x * many * 5, c.y * many * 5, 5, 0.75) * 0.035 + foot - 0.02 + 0.05 * shift
+        under = ramp(tint, 0.25 + 0.12 * (2 - layer) + 0.3 * fractal(c, c.x * many * 8, c.y * many * 8, 3, 0.8))
+        out = mix(out, under, smooth(0, 0.01, c.y - fern) * (layer < 2))
     soil = c.palette("1E1A0E 5A4A22 8FA044", "1B120B 6A4526 C08A4A", "0F1E0C 3A6424 9CC050")
-    floor = ramp(soil, 0.42 + 0.3 * fractal(c, x * 5, z * 5, 5, 0.75))
-    depth, rib, a, b = dabs(c, x * 9, z * 9, leaf, 0.7)
-    fallen = lit(ramp(soil, 0.35 + 0.65 * a), 0.5 * b - 0.2 - 0.25 * rib)
-    floor = mix(floor, fallen, smooth(0, 0.2, depth) * smooth(0.06, 0.2, rows))
-    dapple = smooth(0.1, 0.6, fractal(c, x * 2.2, z * 1.5, 3))
-    floor = lit(floor, dapple * 0.7 - 0.22)
-    return mix(out, floor, smooth(0.0, 0.02, c.y - horizon - 0.02 - 0.012 * noise(c, c.x * 30, c.y * 30)))
+    floor = ramp(soil, 0.42 + 0.3 * fractal(c, x * 5, z * 5, 6, 0.78))
+    for many in (15.0, 9.0):
+        depth, rib, a, b = dabs(c, x * many, z * many, leaf, 0.55)
+        floor = mix(floor, lit(ramp(soil, 0.35 + 0.65 * a), 0.5 * b - 0.2 - 0.25 * rib), smooth(0, 0.2, depth))
+    floor = lit(floor, smooth(0.1, 0.6, fractal(c, x * 2.2, z * 1.5, 3)) * 0.8 - 0.25)
+    return mix(out, floor, smooth(0.0, 0.02, c.y - horizon - 0.03 - 0.012 * fractal(c, c.x * 30, c.y * 30, 3)))
 
 
 def beach(c: Canvas) -> Tensor:
     horizon = c.row(0.12, 0.3)
     x, z, rows, ground = plain(c, horizon)
     air = c.palette("4FA6EE D4ECFA D0D8E2 FFFFFF", "6FB4E0 F8E4C4 E0C8B8 FFF4E4")
-    water = c.palette("0E6A8E 2FB4C4 B8F0EC", "0F5A94 2E94D0 C4E8F8")
-    swell = fractal(c, x * 1.2, z * 5, 5, 0.6)
-    out = mix(sky(c, air, c.uniform(0.1, 0.5)), ramp(water, 0.25 + 0.28 * swell + 1.2 * rows), ground)
+    water = c.palette("0A5A80 2FB4C4 C8F4F0", "0F4A88 2E94D0 D4F0F8")
+    wave = swell(c, x * 6, z * 9)
+    tone = 0.05 + 0.5 * wave + 1.1 * rows + 0.3 * relief(wave * 0.02 * (rows + 0.1), c.light(), 2.0)
+    out = mix(sky(c, air, c.uniform(0.2, 0.9)), ramp(water, tone), ground)
     shore = 0.16 + 0.05 * c.uniform(0, 1) + 0.022 * noise(c, c.x * 2.5, c.y * 0) + 0.006 * noise(c, c.x * 11, c.y * 3)
     shore = shore + c.uniform(-0.12, 0.12) * c.x
     sand = c.palette("9A7A4C E2C48C FBEBC4", "8E7458 D8BC94 F8E8D0", "A87E48 EFC57E FFEAB4")
     u, v = turn(c.x / (0.35 + rows), (rows * 2.6 + 0.06).log() * 1.5, c.uniform(-0.35, 0.35))
-    u, v = warped(c, u * 2.2, v * 2.2, 0.28, 3)
-    fine = fractal(c, c.x * 130, c.y * 110, 2, 0.8)
-    ripple = (torch.sin(v * 24 + 0.6 * noise(c, u * 4, v * 4)) * 0.5 + 0.5) ** 1.4 * (0.6 + 0.4 * noise(c, u, v))
-    light = c.light()
-    shade = relief(ripple * 0.011, light, 1.6) * smooth(0.0, 0.12, rows - shore)
-    dry = lit(ramp(sand, 0.5 + 0.13 * fractal(c, u * 2, v * 2, 4) + 0.2 * ripple), 0.55 * shade + 0.10 * fine)
-    wet = smooth(0.06, 0.0, rows - shore)
+    u, v = warped(c, u * 1.6, v * 1.6, 0.22, 2)
+    fine, patch = fractal(c, c.x * 150, c.y * 130, 2, 0.8), fractal(c, u * 2, v * 2, 4)
+    ripple = torch.sin(v * c.uniform(34, 46) + 1.2 * noise(c, u * 5, v * 5)) * 0.5 + 0.5
+    ripple = ripple**1.3 * smooth(-0.7, 0.5, noise(c, u * 1.5, v * 1.5))
+    shade = relief(ripple * 0.006, c.light(), 1.5) * smooth(0.0, 0.12, rows - shore)
+    dry = lit(ramp(sand, 0.5 + 0.15 * patch + 0.12 * ripple), 0.42 * shade + 0.15 * fine)
+    wet = smooth(0.07, 0.0, rows - shore)
     out = mix(out, lit(dry, -0.3 * wet), smooth(-0.003, 0.003, rows - shore) * ground)
     lace = 1 - fractal(c, c.x * 22, rows * 50, 4, 0.6).abs() * 1.7
-    foam = smooth(0.03, 0.0, (rows - shore + 0.012).abs()) * smooth(0.25, 0.75, lace) * ground
-    depth, _, a, _ = dabs(c, u * 5, v * 5, dome, 0.10)
+    foam = smooth(0.035, 0.0, (rows - shore + 0.012).abs()) * smooth(0.2, 0.75, lace) * ground
+    depth, _, a, _ = dabs(c, u * 6, v * 6, dome, 0.10)
     shell = lit(ramp(c.palette("7A6A5C F4E8DC", "8A5A48 F8D8C4"), 0.2 + 0.8 * a), 0.7 * depth - 0.45)
     out = mix(out, shell, smooth(0, 0.2, depth) * smooth(0.05, 0.1, rows - shore))
     return out + (0.97 - out) * (foam * 0.9)[:, None]
@@ -153,31 +171,30 @@ def beach(c: Canvas) -> Tensor:
 
 def snow(c: Canvas) -> Tensor:
     horizon = c.row(0.25, 0.48)
-    x, z, rows, _ = plain(c, horizon)
     air = c.palette("7FA6CC DCE8F2 B4C4D4 F4F8FC", "8E9CC0 F4DCD8 C4B8C8 FFF4F0")
-    out = sky(c, air, c.uniform(0.3, 0.8))
+    out = sky(c, air, c.uniform(0.4, 1.2))
     pine = c.palette("17302E 3E6660 F0F6FC", "1E2C40 4A6684 F4F6FC")
+    edge = horizon + 0.03 * noise(c, c.x * 2, c.y * 0) + 0.004 * noise(c, c.x * 20, c.y * 0)
     for many, tall, haze in ((17.0, 0.12, 0.45), (9.0, 0.2, 0.1)):
         u = c.x * many + c.uniform(0, 9)
         pick = c.rand(1, 64)[:, 0].gather(1, (u.floor().long() % 64).flatten(1)).view_as(u)
-        top = horizon + 0.01 - tall * (0.5 + 0.6 * pick)
-        along = (c.y - top) / (horizon + 0.015 - top)
+        top = horizon + 0.01 - tall * (0.4 + 0.7 * pick)
+        along = (c.y - top) / (horizon + 0.05 - top)
         jag = 0.75 + 0.35 * (1 - (along * 6 + 0.15 * noise(c, c.x * 40, c.y * 40)) % 1)
-        wide = (u - u.floor() - 0.5).abs() / (0.46 * along.clamp_min(0) / jag.clamp_min(0.1) * 0.9 + 1e-3)
-        loaded = smooth(0.1, 0.5, fractal(c, c.x * 45, c.y * 60, 3, 0.8) + 0.5 - 0.4 * wide)
+        wide = (u - u.floor() - 0.35 - 0.3 * pick).abs() / (0.4 * along.clamp_min(0) / jag.clamp_min(0.1) + 1e-3)
+        loaded = 0.5 + 0.5 * fractal(c, c.x * 45, c.y * 60, 4, 0.8) - 0.25 * wide
         tree = mix(ramp(pine, loaded), ramp(air[:, :2], torch.ones_like(u)), torch.full_like(u, haze))
         out = mix(out, tree, smooth(1.05, 0.9, wide) * (along > 0) * (along < 1))
-    white = c.palette("7C9CCB C8DAF0 FCFDFF", "8E90C0 D8D6EE FFFCFA")
-    u, v = warped(c, x * 0.8, z * 1.6, 0.3, 2)
-    drift = fractal(c, u, v, 3, 0.45)
-    rough = fractal(c, x * 7, z * 12, 4, 0.65)
-    light = c.light()
-    slope = relief((drift * 0.045 + rough * 0.0045) * (0.4 + rows), light, 2.2)
-    fine = fractal(c, c.x * 150, c.y * 130, 2, 0.9)
-    field = ramp(white, 0.62 + 0.42 * slope + 0.08 * fine + 0.1 * drift)
-    sparkle = cells(c, c.x * 60, c.y * 60)
-    field = field + (smooth(0.16, 0.05, sparkle[0]) * (sparkle[2] > 0.75) * 0.25)[:, None]
-    out = mix(out, field, smooth(-0.004, 0.004, c.y - horizon - 0.012 * noise(c, c.x * 4, c.y * 0)))
+    x, z, rows, ground = plain(c, edge)
+    white = c.palette("7C9CCB C8DAF0 FCFDFF", "8E90C0 D8D6EE FFFCFA", "6C94B8 C4DCE8 FCFFFF")
+    u, v = warped(c, x * 0.9, z * 1.3, 0.25, 2)
+    drift, rough = fractal(c, u, v, 4, 0.5), fractal(c, x * 9, z * 9, 5, 0.7)
+    slope = relief((drift * 0.06 + rough * 0.006) * (0.25 + rows), c.light(), 1.1)
+    fine = fractal(c, c.x * 100, c.y * 90, 2, 0.9)
+    field = ramp(white, 0.66 + 0.42 * slope + 0.07 * fine + 0.1 * drift)
+    near, _, a, _ = cells(c, c.x * 60, c.y * 60)
+    field = field + (smooth(0.16, 0.05, near) * (a > 0.75) * 0.25)[:, None]
+    out = mix(out, field, ground)
     for many, share in ((34.0, 0.35), (15.0, 0.3), (7.0, 0.18)):
         depth, *_ = dabs(c, c.x * many, c.y * many, flake, share)
         out = out + (0.99 - out) * (smooth(0, 0.9, depth) * 0.85)[:, None]
@@ -192,15 +209,15 @@ def night(c: Canvas) -> Tensor:
     x, y = turn(c.x, c.y, c.uniform(-1.2, 1.2))
     deep = c.palette("05071C 16204E", "0A0620 2A1850", "03101E 0C3050")
     u, v = warped(c, x * 1.4, y * 1.4, 0.7, 4)
-    gas = fractal(c, u, v, 6, 0.58)
+    gas = fractal(c, u, v, 7, 0.66)
     band = torch.exp(-(((y + 0.15 * noise(c, x * 1.5, y * 1.5)) / c.uniform(0.16, 0.4)) ** 2))
-    other = fractal(c, u * 1.3, v * 1.3, 6, 0.55)
+    other = fractal(c, u * 1.3, v * 1.3, 7, 0.66)
     glow = c.palette("7A2A9E E85AA8 FFD8E8", "1E5AB8 3EC0D8 E8FAFF", "A83A4A F0904A FFF0C8")
     rare = c.palette("2A3EA8 5A8CF0", "5A1E8E B05AE0", "0E6A6A 40D0B0")
     out = ramp(deep, 0.4 + 0.4 * fractal(c, x * 3, y * 3, 5, 0.6) + 0.4 * band)
     out = out + ramp(rare, 0.5 + 0.5 * other) * (smooth(-0.1, 1.0, other) * (0.2 + 0.5 * band))[:, None]
     dust = smooth(0.0, 0.9, fractal(c, u * 2.2, v * 2.2, 5, 0.6, ridged=True)) * band
-    out = out + ramp(glow, 0.1 + 0.75 * band * smooth(-0.5, 1.2, gas)) * (smooth(-0.2, 1.2, gas) * band)[:, None]
+    out = out + ramp(glow, 0.05 + 0.6 * band * smooth(-0.5, 1.4, gas)) * (0.8 * smooth(-0.2, 1.4, gas) * band)[:, None]
     out = lit(out, -0.65 * dust)
     star = c.palette("FFD8B0 FFFFFF B8D4FF")
     for many, bright in ((46.0, 0.5), (24.0, 0.85), (9.0, 1.4)):
@@ -216,20 +233,25 @@ def sea(c: Canvas) -> Tensor:
     horizon = c.row(0.06, 0.32)
     x, z, rows, ground = plain(c, horizon)
     air = c.palette("5C9CD8 DCEAF4 A8B8C8 FFFFFF", "6C86A4 C8D4DC 8896A4 E4EAEE", "7A9CD4 FCE4C8 D4B4A8 FFF0DC")
-    water = c.palette("062A48 0F5E8C 3FA0C0 D4F2F4", "05363C 14707A 4CB8B0 DCF8F0", "101E38 2C4C74 6C94B4 E4EEF4")
-    far = 1 / (1 + 0.35 * z)
-    u, v = warped(c, x * 1.1, z * 2.6 + c.uniform(-0.5, 0.5) * x, 0.32, 3)
-    wave = fractal(c, u, v, 6, 0.56, ridged=True)
-    chop = fractal(c, u * 5, v * 5, 4, 0.65, ridged=True)
-    slope = relief((wave * 0.05 + chop * 0.008) * rows, c.light(), 2.4)
-    tone = 0.32 + 0.17 * wave + 0.24 * slope + 0.07 * chop + 0.12 * (1 - far)
-    body = ramp(water, tone)
-    lace = fractal(c, u * 8, v * 8, 4, 0.7)
-    cap = smooth(0.62, 1.05, wave + 0.35 * lace + 0.3 * noise(c, x * 0.7, z * 0.7))
+    water = c.palette(
+        "06304E 0F5E8C 3FA0C0 D4F2F4",
+        "05363C 14707A 4CB8B0 DCF8F0",
+        "101E38 2C4C74 6C94B4 E4EEF4",
+        "0A3A6E 2080B8 70C8DC E8FAFC",
+    )
+    size = c.uniform(3.0, 5.0)
+    u, v = turn(x * size, z * size * 1.5, c.uniform(-0.4, 0.4))
+    wave = swell(c, u, v, 5)
+    chop = fractal(c, u * 3, v * 3, 4, 0.7)
+    slope = relief((wave * 0.11 + chop * 0.007) * (rows + 0.07), c.light(), 1.5)
+    body = ramp(water, 0.02 + 0.55 * wave + 0.20 * slope + 0.05 * chop + 0.10 * smooth(0.2, 0.0, rows))
+    cap = smooth(0.78, 0.98, wave + 0.16 * chop + 0.10 * noise(c, x, z) + 0.06 * c.uniform(-1, 1))
     body = body + (0.96 - body) * (cap * 0.85)[:, None]
-    glint = torch.exp(-(((c.x - c.uniform(-0.3, 0.3)) / (0.05 + 0.5 * rows)) ** 2)) * smooth(0.1, 0.6, chop + slope)
-    body = body + (glint * 0.5 * c.uniform(0, 1))[:, None] * air[:, 3, :, None, None]
-    return mix(sky(c, air, c.uniform(0.2, 0.8)), body, ground)
+    glint = torch.exp(-(((c.x - c.uniform(-0.3, 0.3)) / (0.06 + 0.5 * rows)) ** 2)) * smooth(
+        0.3, 1.3, 1.2 * chop + slope
+    )
+    body = mix(body, air[:, 3], glint * 0.6 * c.uniform(0, 1))
+    return mix(sky(c, air, c.uniform(0.3, 1.2)), body, ground)
 
 
 def underwater(c: Canvas) -> Tensor:
@@ -239,7 +261,7 @@ def underwater(c: Canvas) -> Tensor:
     out = ramp(water, 0.1 + 0.85 * c.down + 0.07 * murk)
     fan = torch.atan2(c.x - c.uniform(-0.6, 0.6), c.y + 1.0)
     rays = smooth(-0.2, 1.0, fractal(c, fan * 9, 0 * c.y + c.uniform(0, 1), 4, 0.7)) * (1 - c.down)
-    out = out + (0.42 * rays)[:, None]
+    out = out + (1 - out) * (0.5 * rays)[:, None]
     for many, strength in ((7.0, 0.22), (13.0, 0.14)):  # the surface's net of light, finer far away
         u, v = warped(c, c.x * many, c.y * many * 1.3, 0.45, 2)
         first, second, _, _ = cells(c, u, v)
@@ -273,47 +295,46 @@ def bubble(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 def clouds(c: Canvas) -> Tensor:
     air = c.palette("2A72CC 9CD0F4", "3A86D8 C4E4F8", "4C7CB4 B4CCE0")
-    puff = c.palette("6C7C94 B8C6D6 FFFFFF", "8A84A0 D4CCD4 FFFAF2")
-    size = c.uniform(1.3, 2.4)
-    out = ramp(air, c.down + 0.08 * fractal(c, c.x * 4, c.y * 9, 5, 0.65))
+    puff = c.palette("7C8CA4 BCCAD8 FFFFFF", "8A84A0 D4CCD4 FFFAF2", "68788C A8B8C8 F4F6F8")
+    size = c.uniform(1.2, 2.2)
+    out = mix(ramp(air, c.down), puff[:, 2], 0.35 * smooth(-0.5, 1.4, fractal(c, c.x * 4, c.y * 13, 6, 0.72)))
     light = c.light()
-    for layer in range(3):
-        grow = size * (1.7, 1.25, 0.9)[layer]
-        u, v = c.x * grow + c.uniform(0, 9), c.y * grow * 1.5
-        u, v = warped(c, u, v, 0.16, 3)
-        first, *_ = cells(c, u * 2.6, v * 2.6)
-        second, *_ = cells(c, u * 6, v * 6)
-        billow = 0.55 - first + 0.35 * (0.5 - second)
-        mass = fractal(c, u, v, 3, 0.5) + 0.85 * billow + 0.25 * fractal(c, u * 8, v * 8, 4, 0.65)
-        edge = c.uniform(0.05, 0.45)
-        body = smooth(edge, edge + 0.22, mass)
-        shade = 0.62 + 0.42 * relief(mass * 0.06, light, 1.2) + 0.14 * (mass - edge) * -1 + 0.16 * billow
-        out = mix(out, ramp(puff, shade), body * (0.75, 0.9, 1.0)[layer])
+    for grow, share in ((2.2, 0.6), (1.5, 0.85), (1.0, 1.0)):
+        u, v = c.x * size * grow + c.uniform(0, 9), c.y * size * grow * 1.35
+        low = fractal(c, u, v, 2, 0.5)
+        puffs = torch.zeros_like(low)
+        for many, strength in ((2.3, 0.5), (4.9, 0.27), (10.0, 0.12), (21.0, 0.04)):
+            first, *_ = cells(c, *warped(c, u * many, v * many, 0.12, 1))
+            puffs = puffs + strength * (0.75 - first * first * 1.6)
+        mass = low + puffs + 0.10 * fractal(c, u * 9, v * 9, 4, 0.75)
+        edge = c.uniform(0.15, 0.6)
+        shade = 0.52 + 0.5 * relief(low * 0.10 + puffs * 0.055 / grow, light, 0.8) + 0.45 * puffs - 0.16 * (mass - edge)
+        out = mix(out, ramp(puff, shade), smooth(edge - 0.06, edge + 0.26, mass) * share)
     return out
 
 
 def sunset(c: Canvas) -> Tensor:
-    horizon = c.row(0.66, 0.82)
+    horizon = c.row(0.62, 0.82)
     glow = c.palette("2C2260 8E3A7E F0704A FFD27A", "1E3A6E 8A5A8C F49A5C FFE49C", "4A1A4A C03A4A F88A3A FFE07A")
     high = ((c.y + c.y.amax()) / (horizon + c.y.amax())).clamp(0, 1.2)
-    out = ramp(glow, high)
+    out = ramp(glow, high + 0.05 * fractal(c, c.x * 3, c.y * 14, 5, 0.7))
     sun_x, sun_y = c.uniform(-0.35, 0.35), horizon - c.uniform(-0.02, 0.16)
     away = ((c.x - sun_x) ** 2 + (c.y - sun_y) ** 2).sqrt()
-    out = out + (0.35 * torch.exp(-away * 5))[:, None] * glow[:, 3, :, None, None]
-    out = mix(out, glow[:, 3] * 0 + torch.tensor((1.0, 0.97, 0.8), device=c.x.device), smooth(0.062, 0.056, away))
+    out = mix(out, glow[:, 3], 0.6 * torch.exp(-away * 5))
+    out = mix(out, 0.6 * glow[:, 3] + 0.4, smooth(0.062, 0.056, away))
     dark = c.palette("3A2450 9A4A70 F89060 FFF0B0", "4A3048 B05A58 FFA858 FFF4C4")
-    for stretch, cover in ((1.0, 0.2), (2.2, 0.35)):
-        u, v = c.x * 1.5 * stretch, (c.y - horizon) * 6 * stretch + c.uniform(-0.6, 0.6) * c.x
-        u, v = warped(c, u, v, 0.4, 3)
-        thick = fractal(c, u, v, 6, 0.58)
-        under = relief(thick * 0.05, (torch.zeros_like(sun_x), torch.ones_like(sun_x)), 1.3)
-        tone = 0.30 + 0.38 * under + 0.45 * torch.exp(-away * 2.6) - 0.1 * thick
-        out = mix(out, ramp(dark, tone), smooth(cover - 0.25, cover + 0.6, thick) * 0.9)
+    for stretch, cover in ((1.0, 0.1), (2.2, 0.3)):
+        u, v = c.x * 1.5 * stretch, (c.y - horizon) * 5 * stretch + c.uniform(-0.6, 0.6) * c.x
+        low, fine = fractal(c, u, v, 3, 0.55), fractal(c, u * 5, v * 5, 5, 0.7)
+        thick = low + 0.4 * fine
+        below = relief(low * 0.06 + fine * 0.012, (0 * sun_x, 0 * sun_x + 1), 0.7)
+        tone = 0.34 + 0.42 * below + 0.4 * torch.exp(-away * 2.6) + 0.12 * fine - 0.14 * low
+        out = mix(out, ramp(dark, tone), smooth(cover - 0.35, cover + 0.7, thick) * 0.92)
     x, z, rows, ground = plain(c, horizon)
-    wave = fractal(c, x * 1.4, z * 6, 5, 0.62)
-    path = torch.exp(-(((c.x - sun_x) / (0.05 + 0.35 * rows)) ** 2)) * smooth(-0.2, 0.5, wave)
-    water = lit(ramp(glow, 0.9 - 2.2 * rows + 0.2 * wave), 0.4 * wave - 0.35)
-    water = mix(water, glow[:, 3], path * 0.8)
+    wave = swell(c, x * 6, z * 12)
+    path = torch.exp(-(((c.x - sun_x) / (0.06 + 0.35 * rows)) ** 2)) * smooth(0.35, 0.75, wave)
+    water = lit(ramp(glow, 0.95 - 2.4 * rows), 1.1 * wave - 0.75)
+    water = mix(water, 0.7 * glow[:, 3] + 0.3, path * 0.85)
     hill = horizon - 0.02 - 0.09 * (fractal(c, c.x * 2.2, c.y * 0, 5, 0.5) - c.uniform(-0.2, 0.5)).clamp_min(-0.2)
     land = ramp(c.palette("140C1E 5A2A48", "1A1018 6A3430"), 0.3 + 0.5 * fractal(c, c.x * 26, c.y * 40, 4, 0.75))
     return mix(mix(out, land, smooth(-0.003, 0.003, c.y - hill)), water, ground)
@@ -334,25 +355,23 @@ def boards(c: Canvas, x: Tensor, y: Tensor, colors: Tensor, gap: Tensor | float 
     ring, fibers = grain_of_wood(c, x * 0.55 + part * 9.7 + row * 5.3, v * 0.8 + row * 3.7 + part * 2.2, 8)
     flat = ramp(colors, 0.62 - 0.42 * ring + 0.5 * ((tone + part * 0.37) % 1 - 0.5) + 0.13 * fibers)
     edge = torch.minimum(torch.minimum(v, 1 - v), torch.minimum(along - part, 1 - along + part) * 5)
+    edge = edge + 0.25 * gap * noise(c, x * 3, y * 3)
     return flat, smooth(gap, 3.0 * gap, edge) * 0.85 + 0.15
 
 
 def table(c: Canvas) -> Tensor:
-    horizon = c.row(0.0, 0.22)
-    x, z, _, _ = plain(c, horizon - 0.5)
-    back = horizon + c.row(0.5, 0.56)
-    flat, gap = (
-        boards(c, x * 4.5 + 40, z * 0 + x * 0, c.palette(*WOODS))
-        if False
-        else boards(c, z * 9, x * 7, c.palette(*WOODS))
-    )
-    top = lit(flat * gap[:, None], 0.25 * noise(c, c.x * 2, c.y * 2) + c.uniform(-0.1, 0.15) * (c.down - 0.3))
-    wall = c.palette("8A8478 D8D0C0", "50687C A0B8C8", "7C8A6C C8D4B8", "8C5C4C D8A890")
-    plaster = fractal(c, c.x * 14, c.y * 14, 5, 0.75)
-    stripes = smooth(-0.3, 0.3, torch.sin(c.x * c.uniform(40, 70))) * c.chance(0.6)
-    behind = lit(ramp(wall, 0.55 + 0.12 * plaster - 0.28 * stripes), 0.3 * relief(plaster * 0.006, c.light(), 1))
-    out = mix(behind, top, smooth(-0.002, 0.002, c.y - back))
-    return lit(out, -0.45 * torch.exp(-(((c.y - back) / 0.012) ** 2)) - 0.15 * smooth(0.0, -0.25, c.y - back))
+    back = c.row(0.12, 0.36)
+    x, z, *_ = plain(c, back - 0.16)
+    flat, gap = boards(c, z * c.uniform(2.2, 3.2), x * c.uniform(2.6, 4.2), c.palette(*WOODS), 0.007)
+    sheen = noise(c, c.x * 2, c.y * 3)
+    top = lit(flat * (0.25 + 0.75 * gap)[:, None], 0.2 * sheen + 0.5 * smooth(0.3, 0.0, c.y - back) - 0.1)
+    room = c.palette("3A5A34 8AB06A E8F0B8", "4A3424 A87848 FCE0A8", "34485C 7C9CB4 E4F0F8", "5A3A3A B4847A F8DCCC")
+    out = ramp(room, 0.45 + 0.3 * fractal(c, c.x * 2.5, c.y * 2.5, 2) + 0.06 * fractal(c, c.x * 40, c.y * 40, 3, 0.8))
+    for many in (7.0, 5.0):
+        depth, edge, a, _ = dabs(c, c.x * many, c.y * many, lamp, 0.5)
+        out = mix(out, ramp(room, 0.55 + 0.45 * a), smooth(0, 0.08, depth) * (0.2 + 0.25 * edge))
+    rim = smooth(0.012, 0.0, (c.y - back - 0.006).abs())
+    return mix(out, lit(top, 0.35 * rim), smooth(-0.002, 0.002, c.y - back))
 
 
 def planks(c: Canvas) -> Tensor:
@@ -437,34 +456,32 @@ MARBLES = (
 
 
 def marble(c: Canvas) -> Tensor:
-    angle = c.uniform(0, math.pi)
-    x, y = turn(c.x, c.y, angle)
-    scale = c.uniform(1.3, 2.6)
+    x, y = turn(c.x, c.y, c.uniform(0, math.pi))
+    scale = c.uniform(1.2, 2.2)
     body, line = veins(c, x * scale, y * scale)
     color = c.palette(*MARBLES, spread=0.03)
-    fine = fractal(c, x * 30, y * 30, 4, 0.8)
-    out = mix(ramp(color[:, :2], 0.5 + 0.6 * body + 0.22 * fine), color[:, 2], line * 0.9)
-    return lit(out, 0.05 * fine + 0.06 * body)
+    fine = fractal(c, x * 40, y * 40, 4, 0.85)
+    return lit(mix(ramp(color[:, :2], 0.4 + 0.8 * body + 0.3 * fine), color[:, 2], line * 0.9), 0.09 * fine)
 
 
 def concrete(c: Canvas) -> Tensor:
     color = c.palette("77767A A8A7A6 CBC9C4", "7C766C B0A89A D4CCBC", "666C70 969CA0 BEC4C6")
-    blot = fractal(c, c.x * 2.4, c.y * 2.4, 6, 0.68)
+    blot, fine = fractal(c, c.x * 2.4, c.y * 2.4, 7, 0.72), fractal(c, c.x * 70, c.y * 70, 3, 0.85)
     drip = fractal(c, c.x * 16, c.y * 1.2, 4, 0.6) * smooth(0.1, 1.0, c.down + 0.4 * noise(c, c.x * 5, c.y))
-    fine = fractal(c, c.x * 60, c.y * 60, 3, 0.85)
-    near, _, a, _ = cells(c, c.x * 26, c.y * 26)
-    pit = smooth(0.24, 0.12, near / (0.25 + 1.1 * a)) * (a > 0.45)
-    cu, cv = warped(c, c.x * 1.6, c.y * 1.6, 0.35, 5)
-    first, second, _, _ = cells(c, cu, cv)
-    crack = smooth(0.022, 0.006, second - first) * smooth(0.0, 0.3, noise(c, c.x * 2, c.y * 2) + 0.15)
+    pit = torch.zeros_like(blot)
+    for many, share in ((16.0, 0.12), (38.0, 0.22)):
+        depth, *_ = dabs(c, *warped(c, c.x * many, c.y * many, 0.3, 2), bubble, share)
+        pit = torch.maximum(pit, smooth(0.0, 0.5, depth))
+    first, second, *_ = cells(c, *warped(c, c.x * 1.6, c.y * 1.6, 0.35, 6))
+    crack = smooth(0.016, 0.003, second - first) * smooth(0.0, 0.3, noise(c, c.x * 2, c.y * 2) + 0.1)
     size = c.uniform(0.45, 0.75)
     u, v = ((t / size + c.uniform(0, 1) + 0.5) % 1 - 0.5 for t in (c.x / 1.4, c.y))
     seam = smooth(0.008, 0.003, torch.minimum(u.abs() * 1.4, v.abs()))
-    hole = ((u.abs() - 0.25) * 1.4) ** 2 + (v.abs() - 0.25) ** 2
-    height = 0.003 * fine + 0.003 * blot - 0.01 * pit - 0.012 * seam - 0.02 * smooth(0.0011, 0.0008, hole)
-    out = ramp(color, 0.5 + 0.32 * blot - 0.2 * drip + 0.14 * fine)
-    dark = 0.4 * pit + 0.45 * seam + 0.6 * crack + 0.55 * smooth(0.0010, 0.0008, hole)
-    return lit(out, 0.45 * relief(height, c.light(), 0.9) - dark)
+    hole = smooth(0.0011, 0.0008, ((u.abs() - 0.25) * 1.4) ** 2 + (v.abs() - 0.25) ** 2)
+    panel = noise(c, (c.x / size / 1.4).round() * 3.3, (c.y / size).round() * 7.1)
+    height = 0.0022 * fine + 0.004 * blot - 0.007 * pit - 0.010 * seam - 0.016 * hole
+    out = ramp(color, 0.5 + 0.4 * blot - 0.2 * drip + 0.12 * fine + 0.0 * panel)
+    return lit(out, 0.36 * relief(height, c.light(), 0.8) - 0.35 * pit - 0.45 * seam - 0.6 * crack - 0.55 * hole)
 
 
 CLOTHS = (
@@ -492,7 +509,7 @@ def cloth(c: Canvas) -> Tensor:
     out = mix(mix(color[:, 0], color[:, 2], pick), color[:, 1], line.clamp(0, 1) * 0.85)
     out = mix(out, color[:, 1], 0.10 * (1 + noise(c, u * many / 2, v * 6)))
     slub = fractal(c, u * many, v * 7, 2) * over + fractal(c, u * 7, v * many, 2) * (1 - over)
-    return lit(out, 0.55 * (height - 0.62) + 0.10 * slub + 0.5 * relief(fold * 0.05, c.light(), 1.0))
+    return lit(out, 0.42 * (height - 0.62) + 0.10 * slub + 0.5 * relief(fold * 0.05, c.light(), 1.0))
 
 
 def knitwear(c: Canvas) -> Tensor:
@@ -517,59 +534,58 @@ def knitwear(c: Canvas) -> Tensor:
     out = mix(mix(color[:, 0], color[:, 1], pattern.float() * nordic), color[:, 2], stripe * c.chance(0.6))
     fuzz = fractal(c, u * 120, v * 120, 2, 0.9)
     fold = fractal(c, c.x * 1.4, c.y * 1.4, 2)
-    shade = 1.05 * (yarn - 0.62) + 0.14 * fuzz + 0.4 * relief(fold * 0.05, c.light(), 1.0)
+    shade = 0.62 * (yarn - 0.7) + 0.12 * fuzz + 0.4 * relief(fold * 0.05, c.light(), 1.0)
     return lit(out, shade.clamp_min(-0.8))
 
 
 def paper(c: Canvas) -> Tensor:
-    color = c.palette("B8B4AC F4F0E8 FFFFFC", "9A8464 CCB48C E8D4B0", "A8A294 ECE4CC FCF6E4", "9AA4B4 DCE4EE F8FCFF")
-    height, light = torch.zeros_like(c.x), c.light()
-    for many, deep in ((2.2, 0.10), (4.5, 0.045), (9.0, 0.016)):  # facets between sharp creases
-        u, v = warped(c, c.x * many, c.y * many, 0.12, 2)
-        first, second, a, _ = cells(c, u, v)
-        height = height + deep * ((second - first) * 0.5 + (a - 0.5) * u.frac().mul(0) + 0.3 * first)
-    fiber = fractal(c, c.x * 40, c.y * 90, 3, 0.8)
-    fold = relief(height, light, 0.75) * c.uniform(0.5, 1.0)
-    out = ramp(color, 0.62 + 0.5 * fold + 0.07 * fiber)
-    gap = c.uniform(0.05, 0.075)
-    ruled, margin = c.chance(0.5), c.uniform(-0.4, -0.25)
-    y = c.y + 0.006 * fold
-    line = smooth(0.0022, 0.0008, ((y / gap) % 1 - 0.5).abs() * gap)
+    color = c.palette("9C988E F4F0E8 FFFFFC", "86704E CCB48C ECDAB8", "948C78 ECE4CC FCF6E4", "8A94A6 DCE4EE F8FCFF")
+    fold = torch.zeros_like(c.x)
+    for many, deep in ((1.5, 0.5), (3.2, 0.4), (7.0, 0.28), (15.0, 0.14)):  # crumpled: facets between sharp creases
+        first, second, a, _ = cells(c, *warped(c, c.x * many, c.y * many, 0.16, 2))
+        fold = fold + deep * ((a - 0.5) * (1.3 - first) + 0.35 * torch.exp((first - second) * 14) * (0.4 - a))
+    fiber = fractal(c, c.x * 45, c.y * 80, 3, 0.85)
+    fold = fold * c.uniform(0.8, 1.5)
+    out = ramp(color, 0.5 + 0.8 * fold + 0.09 * fiber)
+    gap, ruled, margin = c.uniform(0.05, 0.075), c.chance(0.5), c.uniform(-0.4, -0.25)
+    line = smooth(0.0024, 0.0008, (((c.y + 0.004 * fold) / gap) % 1 - 0.5).abs() * gap)
     ink = c.palette("6C9CC8 D86060", "8CA0B4 E08080")
     out = mix(out, ink[:, 0], line * ruled * 0.7)
-    return mix(out, ink[:, 1], smooth(0.003, 0.0012, (c.x + 0.006 * fold - margin).abs()) * ruled * 0.7)
+    return mix(out, ink[:, 1], smooth(0.003, 0.0012, (c.x + 0.004 * fold - margin).abs()) * ruled * 0.7)
 
 
 def carpet(c: Canvas) -> Tensor:
-    knots = c.uniform(70, 100)
-    angle = c.uniform(-0.08, 0.08)
-    x, y = turn(c.x, c.y, angle)
-    u, v = (x * knots).round() / knots, (y * knots).round() / knots
+    x, y = turn(c.x, c.y, c.uniform(-0.08, 0.08))
+    x, y = x + 0.006 * noise(c, x * 5, y * 5), y + 0.006 * noise(c, x * 5, y * 5)
+    knots = c.uniform(85, 110)
+    i, j = (x * knots).floor(), (y * knots).floor()
     color = c.palette(
         "7A1A1E 1E2C50 E0C48C C06A3A",
         "1E2E58 8A2226 E8D4A8 5A8A8A",
         "5A3018 C89A58 28484A F0E0C0",
         "24503E C8A04A 7A2424 F0E4C8",
+        "6E2440 2E5A5E E8C8A0 B06A50",
     )
-    size = c.uniform(2.0, 3.4)
-    p, q = ((t * size + 0.5) % 1 - 0.5 for t in (u, v))
-    p, q = p.abs(), q.abs()
-    p, q = torch.maximum(p, q), torch.minimum(p, q)  # eightfold: a medallion in every square
+    size = c.uniform(1.8, 3.0)
+    p, q = ((t / knots * size + 0.5) % 1 - 0.5 for t in (i + 0.5, j + 0.5))
+    p, q = torch.maximum(p.abs(), q.abs()), torch.minimum(p.abs(), q.abs())  # eightfold: a medallion in every square
     ornament = noise(c, p * 9, q * 9) + 0.6 * noise(c, p * 18, q * 18)
     ring = torch.cos((p + 0.35 * q) * c.uniform(28, 46))
-    out = mix(color[:, 0], color[:, 1], smooth(0.15, 0.25, ornament + 0.3 * ring))
-    out = mix(out, color[:, 2], smooth(0.12, 0.06, (ornament - 0.2 + 0.3 * ring).abs()))
-    out = mix(out, color[:, 3], smooth(0.55, 0.6, ring - 0.4 * ornament) * 0.9)
-    first, _, a, _ = cells(c, x * knots, y * knots, 0.5)
-    pile = 0.5 * (0.45 - first) + 0.30 * (a - 0.5)
-    worn = fractal(c, c.x * 3, c.y * 3, 4)
-    return lit(out, 0.85 * pile + 0.14 * worn + 0.12 * fractal(c, c.x * 60, c.y * 20, 2))
+    out = mix(color[:, 0], color[:, 1], smooth(0.14, 0.24, ornament + 0.3 * ring))
+    out = mix(out, color[:, 2], smooth(0.13, 0.08, (ornament - 0.2 + 0.3 * ring).abs()) * 0.85)
+    out = mix(out, color[:, 3], smooth(0.55, 0.62, ring - 0.4 * ornament) * 0.8)
+    band = torch.maximum(c.x.abs() / c.x.amax(), c.y.abs() / c.y.amax())  # a border, and stripes in it
+    border = ramp(color, 0.5 + 0.5 * torch.sin(band * 90)) * 0.9
+    out = mix(out, border, smooth(0.80, 0.805, band) * c.chance(0.5))
+    (tone,) = at(c.rand(1, LATTICE, LATTICE), i, j + 17 * (i / LATTICE).floor())
+    rib = (y * knots * math.pi).sin().abs()
+    tuft = fractal(c, x * 150, y * 60, 2, 0.9) + 0.7 * fractal(c, x * 40, y * 40, 3, 0.8)
+    return lit(out, 0.26 * (tone - 0.5) + 0.3 * (rib - 0.7) + 0.13 * tuft + 0.18 * fractal(c, c.x * 3, c.y * 3, 4))
 
 
 def tiles(c: Canvas) -> Tensor:
-    many = c.uniform(3.5, 7.0)
-    tilt = c.chance(0.3) * math.pi / 4
-    x, y = turn(c.x * many, c.y * many, tilt)
+    many = c.uniform(3.5, 6.5)
+    x, y = turn(c.x * many, c.y * many, c.chance(0.3) * math.pi / 4)
     x, y = x + c.uniform(0, 1), y + c.uniform(0, 1)
     i, j = x.floor(), y.floor()
     u, v = x - i - 0.5, y - j - 0.5
@@ -577,19 +593,18 @@ def tiles(c: Canvas) -> Tensor:
     color = c.palette("E4ECF0 2A5A9C 7AA8D8", "F4EEDC 2E7A6A E0A83A", "ECE0D0 A04A34 3A4A5A", "DCE8E4 3A8C9C 88C8C8")
     p, q = torch.maximum(u.abs(), v.abs()), torch.minimum(u.abs(), v.abs())
     petal = noise(c, p * 6, q * 6) + 0.5 * torch.cos((p * p + q * q).sqrt() * c.uniform(16, 34))
-    azulejo = c.chance(0.6)
-    body = mix(color[:, 0], color[:, 1], smooth(0.1, 0.18, petal) * azulejo)
-    body = mix(body, color[:, 2], smooth(0.10, 0.05, (petal + 0.25).abs()) * azulejo)
-    checker = mix(color[:, 0], color[:, 2], ((i + j) % 2))
-    body = mix(checker, body, azulejo + 0 * u)
-    glaze = fractal(c, c.x * 9 + i * 3.1, c.y * 9 + j * 1.7, 5, 0.7)
+    painted = mix(color[:, 0], color[:, 1], smooth(0.06, 0.2, petal) * 0.9)
+    painted = mix(painted, color[:, 2], smooth(0.12, 0.05, (petal + 0.25).abs()))
+    body = mix(mix(color[:, 0], color[:, 2], (i + j) % 2), painted, c.chance(0.6) + 0 * u)
+    glaze = fractal(c, c.x * 8 + i * 3.1, c.y * 8 + j * 1.7, 6, 0.75)
+    first, second, *_ = cells(c, *warped(c, c.x * 30 + i * 5.3, c.y * 30 + j * 2.9, 0.3, 2))
+    craze = smooth(0.10, 0.02, second - first)  # hair cracks in the glaze
     pick = noise(c, i * 5.3 + 0.5, j * 7.7 + 0.5)
     grout = ramp(c.palette("6A6660 B0ACA4", "9A968E DCD8D0"), 0.5 + 0.4 * fractal(c, c.x * 70, c.y * 70, 2))
-    light = c.light()
-    height = smooth(0.02, 0.09, edge) * 0.02 + glaze * 0.0012
-    gloss = smooth(0.35, 1.0, noise(c, c.x * 2.5 + i * 0.35, c.y * 2.5 + j * 0.6)) * 0.3
-    body = lit(body, 0.10 * pick + 0.09 * glaze + gloss)
-    return lit(mix(grout, body, smooth(0.022, 0.034, edge)), 0.5 * relief(height, light, 0.7))
+    height = smooth(0.015, 0.075, edge) * 0.016 + glaze * 0.0014
+    gloss = 0.3 * smooth(0.3, 1.0, noise(c, c.x * 2.5 + i * 0.35, c.y * 2.5 + j * 0.6))
+    body = lit(body, 0.14 * pick + 0.13 * glaze + gloss - 0.22 * craze)
+    return lit(mix(grout, body, smooth(0.018, 0.030, edge)), 0.42 * relief(height, c.light(), 0.7))
 
 
 def gravel(c: Canvas) -> Tensor:
@@ -608,62 +623,49 @@ def gravel(c: Canvas) -> Tensor:
             stone
             + ((a * 9 % 1 - 0.5) * 0.1)[:, None] * torch.tensor((1.0, 0.2, -0.8), device=a.device)[None, :, None, None]
         )
-        shade = 0.6 * relief(gap.clamp_max(0.5) * 0.055 / scale, light, 1.0) - 0.25 * smooth(0.3, 0.0, gap)
+        shade = 0.45 * relief(gap.clamp_max(0.5) * 0.055 / scale, light, 0.8) - 0.25 * smooth(0.3, 0.0, gap)
         out = mix(lit(out, -0.35 * (a < 0.55) * (scale < 2)), lit(stone, shade + 0.1 * rough), body)
     return out
 
 
 def leaves(c: Canvas) -> Tensor:
-    soil = c.palette("1E140C 4A3420")
-    out = ramp(soil, 0.5 + 0.4 * fractal(c, c.x * 30, c.y * 30, 4, 0.75))
-    fall = c.palette("6E1A12 C8401C F08A24 F6CC44", "7A3A14 C8741E ECB43A C8B84A", "8A2418 B85A2A E0A458 8A8A3A")
-    many, light = c.uniform(3.6, 6.0), c.light()
-    for scale in (1.7, 1.4, 1.2, 1.0, 1.0):
-        x, y = c.x * many * scale, c.y * many * scale
-        depth, rib, a, b = dabs(c, *warped(c, x, y, 0.05, 2), leaf, 0.8)
-        spots = fractal(c, x * 7, y * 7, 3, 0.8)
-        body = lit(ramp(fall, a + 0.16 * spots), 0.35 * relief(depth.clamp_max(0.6) * 0.06, light, 1.0) + 0.10 * spots)
-        body = lit(body, 0.30 * (b * 5 % 1 - 0.5) - 0.28 * rib - 0.45 * smooth(0.12, 0.0, depth))
-        out = mix(lit(out, -0.12 * torch.ones_like(depth)), body, smooth(0, 0.06, depth))
-    return lit(out, 0.15 * noise(c, c.x * 2, c.y * 2) + 0.35)
+    out = ramp(c.palette("1E140C 5A4026"), 0.5 + 0.4 * fractal(c, c.x * 30, c.y * 30, 4, 0.75))
+    fall = c.palette("8E1408 D83A0C F5820F FCC824", "7A3208 D2700C F0A818 F2CC30", "6A0F0A B82410 E8701A D8A020")
+    many, light = c.uniform(3.0, 5.0), c.light()
+    spots = fractal(c, c.x * 30, c.y * 30, 4, 0.8)
+    for scale in (1.6, 1.3, 1.1, 1.0):
+        depth, rib, a, b = dabs(c, *warped(c, c.x * many * scale, c.y * many * scale, 0.06, 2), leaf)
+        shade = 0.35 * relief(depth.clamp_max(0.5) * 0.05, light, 1.0) + 0.3 * (b * 5 % 1 - 0.5)
+        body = lit(ramp(fall, a + 0.14 * spots), shade + 0.12 * spots - 0.3 * rib - 0.4 * smooth(0.14, 0.0, depth))
+        out = mix(lit(out, -0.14 * smooth(-0.4, 0.0, depth)), body, smooth(0, 0.06, depth))
+    return lit(out, 0.15 * noise(c, c.x * 2, c.y * 2) + 0.2)
 
 
 def rain(c: Canvas) -> Tensor:
-    dusk = c.palette("141C2C 2C3C54 5A6C84", "1E2A2C 4A605E 9AAEAA", "1C1428 40305A 7A6490")
-    lamps = c.palette("FFC46A FF7A4A FFF0C8 7AC4FF", "F4E07A 6AE0B4 FF8AA0 FFFFFF")
+    dusk = c.palette("1A2438 3C5070 8098B0", "26363A 5C7A78 B4C8C0", "241A34 54407A 9A80B4")
+    lamps = c.palette("FFC46A FF6A3A FFF0C8 6ABCFF", "F4E07A 5AE0A4 FF7A90 FFFFFF")
     table = c.rand(4, 40)
 
     def street(x: Tensor, y: Tensor) -> Tensor:
         """What is behind the glass, out of focus."""
-        view = ramp(dusk, 0.45 - 0.9 * y + 0.15 * torch.sin(x * 9 + table[:, :1, :1] * 6))
-        for k in range(14):
-            cx, cy, size, hue = (table[:, i, k, None, None] for i in range(4))
-            away = ((x - (cx - 0.5) * 1.4) ** 2 + (y - (cy - 0.45) * 1.0) ** 2).sqrt() / (0.035 + 0.06 * size)
-            view = view + ramp(lamps, hue) * (smooth(1.1, 0.9, away) * (0.28 + 0.2 * size))[:, None]
+        view = ramp(dusk, 0.55 - 0.9 * y + 0.15 * torch.sin(x * 9 + table[:, :1, :1] * 6))
+        for k in range(16):
+            across, down, size, hue = (table[:, i, k, None, None] for i in range(4))
+            away = ((x - (across - 0.5) * 1.5) ** 2 + (y - (down - 0.4) * 0.9) ** 2).sqrt() / (0.03 + 0.06 * size)
+            glow = smooth(1.12, 0.88, away) * (0.45 + 0.3 * size) * (0.8 + 0.25 * away)
+            view = mix(view, ramp(lamps, hue), glow)
         return view
 
-    mist = fractal(c, c.x * 70, c.y * 70, 3, 0.8)
-    out = lit(street(c.x, c.y), 0.13 * mist + 0.06 * fractal(c, c.x * 10, c.y * 3, 3))
-    for many, share, tall in ((42.0, 0.6, 1.0), (20.0, 0.5, 1.15), (8.5, 0.5, 1.35), (5.0, 0.22, 1.6)):
-        x, y = c.x * many, c.y * many / tall
-        wx, wy = warped(c, x, y, 0.13, 2)
-        depth, *_ = dabs(c, wx, wy, drop, share)
-        bend = (1 - depth.clamp(0, 1)).sqrt()
-        edge = smooth(0, 0.22, depth)
-        up = relief(
-            depth.clamp_min(0) * 0.35 / many, (torch.zeros_like(wx[:, :1, :1]), torch.ones_like(wx[:, :1, :1])), 1.4
-        )
-        lens = lit(street(c.x * 0.3 - 0.5 * up, -0.8 * up * 0.6 + 0.1), 0.25 + 0.75 * up - 0.55 * bend**3)
-        glint = smooth(
-            0.35,
-            0.8,
-            relief(
-                depth.clamp_min(0) * 0.5 / many,
-                (torch.full_like(wx[:, :1, :1], -0.6), torch.full_like(wx[:, :1, :1], -0.8)),
-                1.4,
-            ),
-        )
-        out = mix(out, lens + (0.55 * glint * edge)[:, None], edge)
+    mist = fractal(c, c.x * 60, c.y * 60, 3, 0.85)
+    out = lit(street(c.x, c.y), 0.16 * mist + 0.10 * fractal(c, c.x * 12, c.y * 2, 4) - 0.05)
+    zero = torch.zeros_like(table[:, :1, :1])
+    for many, share, tall in ((40.0, 0.45, 1.0), (19.0, 0.4, 1.1), (8.5, 0.4, 1.2), (4.6, 0.2, 1.3)):
+        depth, *_ = dabs(c, *warped(c, c.x * many, c.y * many / tall, 0.10, 2), drop, share)
+        edge, thick = smooth(0, 0.25, depth), depth.clamp_min(0).sqrt() * 0.3 / many
+        up, across = relief(thick, (zero, zero + 1), 0.8), relief(thick, (zero + 1, zero), 0.8)
+        lens = lit(street(0.35 * c.x + 0.5 * across, 0.1 - 0.45 * up), 0.25 + 0.35 * up - 0.5 * smooth(0.5, 0, depth))
+        glint = smooth(0.55, 0.85, relief(thick, (zero - 0.6, zero - 0.8), 0.8)) * smooth(0.15, 0.4, depth)
+        out = mix(out, lens + 0.6 * (1 - lens) * glint[:, None], edge)
     return out
 
 
@@ -674,26 +676,33 @@ def drop(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 def desert(c: Canvas) -> Tensor:
     air = c.palette("3E8CD4 F0E0C0 E8D4C0 FFF8EC", "6AA8DC F8E8CC F0D8C0 FFFFFF", "E08A5A FCDCA0 F0B890 FFF0D0")
-    out = sky(c, air, c.uniform(0.0, 0.3))
-    sand = c.palette("7A4420 C8833C F4C078", "86502C D89A58 FCDCA4", "6A2E1C BC5E30 F0A468")
+    out = sky(c, air, c.uniform(0.0, 0.6))
+    sand = c.palette("5E3018 C07C38 F8C880", "704024 D09050 FFE0A8", "58241A B45828 F4A868")
     left = c.chance(0.5) * 2 - 1
-    grain = fractal(c, c.x * 120, c.y * 110, 2, 0.9)
-    start = c.row(0.22, 0.4)
+    grain = fractal(c, c.x * 140, c.y * 130, 2, 0.9)
+    start = c.row(0.2, 0.36)
     for layer in range(4):
         share = layer / 3
-        crest = start + share * c.row(0.86, 0.95) + 0.0 * c.x
-        u = c.x * (2.2 - 1.3 * share) + c.uniform(0, 9)
-        ridge = crest - (0.05 + 0.11 * share) * noise(c, u, c.y * 0) - 0.02 * noise(c, u * 3, c.y * 0)
+        crest = start + share * c.uniform(0.38, 0.48)
+        u = c.x * (2.4 - 1.4 * share) + c.uniform(0, 9)
+        ridge = crest - (0.05 + 0.12 * share) * noise(c, u, c.y * 0) - 0.02 * noise(c, u * 3, c.y * 0)
         below = c.y - ridge
-        spine = c.x + left * below * c.uniform(0.6, 1.6) + 0.16 * noise(c, c.x * 2 + 7 * layer, c.y * 3)
-        phase = noise(c, spine * (2.6 - 1.2 * share), c.y * 0.6 + layer)
-        sunny = smooth(-0.05, 0.05, phase + 0.15 * fractal(c, c.x * 6, c.y * 6, 2) * below)
-        ripple_u, ripple_v = warped(c, c.x * 6, below * (26 - 10 * share), 0.5, 2)
-        ripple = torch.sin(ripple_v * 5 + ripple_u * 3 * left) * (0.4 + 0.6 * sunny) * (0.5 + 0.5 * share)
-        tone = 0.28 + 0.42 * sunny + 0.07 * ripple + 0.07 * grain + 0.1 * phase - 0.2 * below
-        body = mix(ramp(sand, tone), air[:, 1], torch.full_like(below, 0.4 * (1 - share)))
+        bend = c.x * (2.6 - 1.4 * share) + left * below * c.uniform(2.0, 4.0) + 0.5 * noise(c, c.x * 2, below * 5)
+        phase = (bend + c.uniform(0, 9)) % 1  # each dune: a long bright side, then a short dark one
+        dark = smooth(0.62, 0.65, phase) * smooth(1.0, 0.8, phase)
+        u, v = warped(c, c.x * 5, below * (24 - 13 * share), 0.35, 2)
+        ripple = torch.sin(v * 9 + u * 5 * left) * (1 - 0.7 * dark) * (0.35 + 0.65 * share)
+        soft = fractal(c, c.x * 7, below * 18, 5, 0.7)
+        tone = 0.52 + 0.22 * phase - 0.5 * dark + 0.085 * ripple + 0.10 * grain + 0.09 * soft - 0.25 * below
+        body = mix(ramp(sand, tone), air[:, 1], torch.full_like(below, 0.45 * (1 - share)))
         out = mix(out, body, smooth(-0.002, 0.002, below))
     return out
+
+
+def lamp(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """A light out of focus, brighter at its edge."""
+    far = (u * u + v * v).sqrt() / (0.2 + 0.28 * r)
+    return 1 - far, far
 
 
 PLACES: dict[str, Callable[[Canvas], Tensor]] = {
@@ -729,5 +738,5 @@ def draw_place(name: str, count: int, height: int, width: int, generator: torch.
     c = Canvas.of(count, height, width, generator)
     out = PLACES[name](c).clamp(0, 1)
     light = c.uniform(-0.14, 0.14) + c.uniform(-0.25, 0.25) * c.x + c.uniform(-0.1, 0.1) * c.y
-    out = lit(out, light) * (1 + (c.rand(3, 1, 1) - 0.5) * 0.08)
+    out = lit(out, light) * (1 + (c.rand(3, 1, 1) - 0.5) * 0.04)
     return torch.where(c.rand(1, 1, 1) < 0.5, out.flip(-1), out).clamp(0, 1)
