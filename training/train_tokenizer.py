@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def prepare(tokenizer: BSQTokenizer, options: dict[str, Any], where: torch.devic
     return Training({"tokenizer": tokenizer}, [optimizer], Average([tokenizer], options["average"]))
 
 
+def painted(painter: Any, config: dict[str, Any], steps: int) -> Iterator[Tensor]:
+    """Batches of images, several painted at once: that many small launches would keep a GPU waiting."""
+    options = config["tokenizer"]
+    stream, size = part(config, "scenes").stream, options["batch"] * options.get("painted", 1)
+    for scenes in stream(config["seed"] + steps, size, config["workers"], **options["scenes"]):
+        yield from painter.paint(scenes).split(options["batch"])
+
+
 def train(training: Training, painter: Any, config: dict[str, Any], clock: Clock, log: Log) -> None:
     options, where = config["tokenizer"], painter.device
     batch, schedule = options["batch"], grids(config["grids"])
@@ -66,14 +75,12 @@ def train(training: Training, painter: Any, config: dict[str, Any], clock: Clock
     encoder, decoder = tokenizer.encoder, tokenizer.decoder
     if where.type == "cuda":
         encoder, decoder = torch.compile(encoder), torch.compile(decoder)
-    scenes = part(config, "scenes").stream(
-        config["seed"] + training.steps, batch, config["workers"], **options["scenes"]
-    )
+    images_drawn = painted(painter, config, training.steps)
     step = 0
     while not clock.over:
         for group in optimizer.param_groups:
             group["lr"] = options["learning_rate"] * learning_rate(clock.progress)
-        images = painter.paint(next(scenes)).contiguous(memory_format=torch.channels_last)
+        images = next(images_drawn).contiguous(memory_format=torch.channels_last)
         with autocast(where):
             features = encoder(images).float()
         kind = torch.rand(batch, device=where)

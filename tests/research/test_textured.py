@@ -253,6 +253,7 @@ def test_every_stage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         importlib.import_module(f"training.{module}").main()
 
     first, second = tmp_path / "first", tmp_path / "second"
+    run("textured.speed")
     run("train_tokenizer", "--run", first)
     run("train_tokenizer", "--run", first, "--resume", first / "tokenizer-state")
     log = (first / "tokenizer.log").read_text()

@@ -17,7 +17,7 @@ from torch import Tensor
 from nextscale.engine.schedule import infinity_schedule
 from training import painter as former
 from training.painter import premultiplied
-from training.textured.materials import dress, draw_material
+from training.textured.materials import draw_material, dress
 from training.textured.places import draw_place
 from training.textured.scenes import PATTERNS, Batch, read_vocabulary
 
@@ -100,7 +100,7 @@ class Painter:
         return 8 * h, 8 * w
 
     @torch.no_grad()
-    def paint(self, batch: Batch, at_once: int = 64) -> Tensor:
+    def paint(self, batch: Batch, at_once: int = 128) -> Tensor:
         """Images [B, 3, height, width] in [-1, 1]."""
         n = len(batch.thing)
         images = torch.cat([self._paint(batch, slice(i, i + at_once)) for i in range(0, n, at_once)])
@@ -210,7 +210,7 @@ class Painter:
         n, s = len(sprite), sprite.shape[-1]
         side = min(2 * round(PATCH * s / 2), 2 * max(shape))
         x, y, size, mirror = (place[:, i, None, None] for i in range(4))
-        left, top = ((v * self.side).round() - side // 2 for v in (x, y))
+        left, top = ((v * self.side).round().long() - side // 2 for v in (x, y))
         line = torch.arange(side, device=ink.device)
         across, down = left + line, top + line[:, None]  # pixels of the picture
         u = (across + 0.5 - x * self.side) / (size * self.side / 2)
@@ -234,4 +234,4 @@ class Painter:
         inside = (across >= 0) & (across < width) & (down >= 0) & (down < height)
         values = values * inside[:, None]
         at = rows[:, None, None] * (height * width) + down.clamp(0, height - 1) * width + across.clamp(0, width - 1)
-        ink.index_add_(0, at.long().flatten(), values.permute(0, 2, 3, 1).reshape(-1, 5))
+        ink.index_add_(0, at.flatten(), values.permute(0, 2, 3, 1).reshape(-1, 5))

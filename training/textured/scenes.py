@@ -243,6 +243,9 @@ class Scenes:
             items = [self.item(rng, count, len(counts) == 1) for count in counts]
             if len({(item.kind, item.index) for item in items}) < len(items) or not self.allowed(items):
                 continue
+            fine = [i for i in items if i.size == "tiny" and (i.material is not None or i.kind == "letters")]
+            if background in self.places and fine:  # nobody could tell what it is
+                continue
             if all(hidden.isdisjoint(self.looks(item)) for item in items):
                 return tuple(items)
 
@@ -311,7 +314,7 @@ class Scenes:
         self, rng: np.random.Generator, task: str, relation: str | None, items: tuple[Item, ...], style: int
     ) -> str:
         drawn = any(item.kind == "objects" for item in items)  # in a style
-        said = STYLES[style] if style or drawn and rng.random() < 0.3 else ""
+        said = STYLES[style] if style or (drawn and rng.random() < 0.3) else ""
         where = int(rng.integers(3))  # before the noun, before all, after all
         names = [self.name(rng, item, said if where == 0 else "") for item in items]
         if task == "several":
@@ -320,7 +323,8 @@ class Scenes:
             words = str(rng.choice(RELATIONS[relation]))
             first, second = names
             is_are = "is" if items[0].count == 1 else "are"
-            text = f"{words} {second} {is_are} {first}" if rng.random() < 0.15 else f"{first} {words} {second}"
+            turned = where != 1 and rng.random() < 0.2
+            text = f"{words} {second} {is_are} {first}" if turned else f"{first} {words} {second}"
         elif len(names) == 2:
             text = f"{names[0]} {rng.choice(('and', 'and', 'next to', 'beside'))} {names[1]}"
         else:
