@@ -61,10 +61,10 @@ def metal(name: str) -> Callable[[Canvas], Tensor]:
         """Hammered, brushed or scratched: only what `dress` turns into reflections, around the middle of the ramp."""
         near, _, a, _ = cells(c, c.x * 13, c.y * 13, 0.8)
         x, y = turn(c.x, c.y, c.uniform(0, math.pi))
-        hammered, brushed = c.chance(0.5), fractal(c, x * 4, y * 150, 3, 0.8)
+        hammered, brushed = c.chance(0.5), fractal(c, x * 4, y * 45, 4, 0.9)
         tone = 0.5 + 0.12 * fractal(c, c.x * 3, c.y * 3, 4, 0.6)
         dent = relief(near.clamp_max(0.7) ** 2 * 0.02, c.light(), 1.6)
-        tone = tone + hammered * (0.22 * dent + 0.06 * (a - 0.5)) + (1 - hammered) * 0.13 * brushed
+        tone = tone + hammered * (0.2 * dent + 0.06 * (a - 0.5)) + (0.09 - 0.03 * hammered) * brushed
         return ramp(c.palette(METALS[name], spread=0.02), tone)
 
     return paint
@@ -86,12 +86,12 @@ def stone(c: Canvas) -> Tensor:
 def glass(c: Canvas) -> Tensor:
     color = c.palette("1E7A9C 7CD0E4 E8FCFF", "2A8A5A 8CE0B0 ECFFF4", "6A5ACC B4A8F4 F4F0FF", "B8506A F4A8B8 FFF0F4")
     u, v = warped(c, c.x * 2.2, c.y * 2.2, 0.8, 3)
-    swirl = fractal(c, u, v, 3, 0.5)
-    streak = torch.sin(swirl * 9 + (c.x + c.y) * 6)
+    swirl = fractal(c, u, v, 4, 0.5)
+    streak = torch.sin(swirl * 5 + (c.x + c.y) * 4)
     near, _, a, _ = cells(c, c.x * 11, c.y * 11)
     size = 0.06 + 0.2 * a * a
     seed = smooth(size, size * 0.8, near) * smooth(size * 0.4, size * 0.8, near) * (a > 0.35)
-    return ramp(color, 0.5 + 0.3 * streak + 0.10 * swirl) + (0.35 * seed)[:, None]
+    return ramp(color, 0.33 + 0.13 * streak + 0.06 * swirl) + (0.35 * seed)[:, None]
 
 
 PAIRS = (
@@ -141,11 +141,11 @@ def checkered(c: Canvas) -> Tensor:
 
 def furry(c: Canvas) -> Tensor:
     u, v = turn(c.x, c.y, c.uniform(-0.5, 0.5))
-    u, v = u + 0.10 * noise(c, u * 3.5, v * 3.5) + 0.02 * noise(c, u * 14, v * 9), v + 0.06 * noise(c, u * 3, v * 3)
-    tuft = fractal(c, u * 16, v * 4.5, 3, 0.6, ridged=True)
-    hair = fractal(c, u * 75, v * 9, 3, 0.8)
-    color = c.palette("4A2A14 A8683A ECC490", "6E5A44 C4AC8C FCF2DC", "2A2A30 6C6C76 C4C4CC", "7A3410 DC7A2C FCD49C")
-    return ramp(color, 0.48 + 0.25 * tuft + 0.3 * hair)
+    first, _, a, b = cells(c, *warped(c, u * 11, v * 6, 0.35, 2))
+    p, q = turn(u + 0.05 * noise(c, u * 3, v * 3), v, (a - 0.5) * 0.9)  # each tuft leans its own way
+    hair = fractal(c, p * 85, q * 8, 3, 0.85)
+    color = c.palette("3A200E A8683A F4D0A0", "5A4834 C4AC8C FFFAE8", "1E1E24 6C6C76 D4D4DC", "6A2C0C DC7A2C FFDCA8")
+    return ramp(color, 0.5 + 0.34 * hair + 0.5 * (0.45 - first) + 0.22 * (b - 0.5))
 
 
 def leather(c: Canvas) -> Tensor:
@@ -219,31 +219,37 @@ def dress(sprite: Tensor, material: Tensor, name: str, light: Tensor, tint: Tens
     """
     alpha = sprite[:, 3]
     own = sprite[:, :3] / alpha.clamp_min(1e-3)[:, None]
-    area = alpha.flatten(1).sum(1).clamp_min(1.0)
-    tone = luminance(own) * (alpha > 0.02)
-    middle = ((tone * alpha).flatten(1).sum(1) / area)[:, None, None]
-    shade = (tone - middle) * (alpha > 0.5)  # the drawing's lights and darks
-    soft = blurred(sprite, 0.012)
-    ink = (own - soft[:, :3] / soft[:, 3:].clamp_min(1e-3)).abs().amax(1) * smooth(0.7, 1.0, soft[:, 3])
-    line = (ink * 4).clamp(0, 1)  # and its outlines
+    area = alpha.flatten(1).sum(1).clamp_min(1.0)[:, None, None]
+    shade = luminance(own) - (luminance(own) * alpha).sum((1, 2), keepdim=True) / area
+    shade = shade * (alpha > 0.5)  # the drawing's lights and darks, of about the same strength in all drawings
+    strength = (shade.square().sum((1, 2), keepdim=True) / area).sqrt()
+    shade = shade * (0.20 / strength.clamp_min(0.10))
+    soft = blurred(sprite, 0.02)
+    inside = smooth(0.75, 1.0, soft[:, 3])
+    line = ((own - soft[:, :3] / soft[:, 3:].clamp_min(1e-3)).abs().amax(1) * inside * 4).clamp(0, 1)  # its outlines
 
     beam = light[:, 0, None, None], light[:, 1, None, None]
     rim, wide = blurred(alpha[:, None], 0.03)[:, 0], blurred(alpha[:, None], 0.11)[:, 0]
-    height = 0.030 * rim + 0.09 * wide + 0.012 * blurred(shade[:, None], 0.01)[:, 0]
+    height = 0.030 * rim + 0.09 * wide + 0.020 * blurred(shade[:, None], 0.01)[:, 0]
     bevel = relief(height, beam, 0.9) * alpha
     depth = wide.clamp(0, 1)
 
-    if tint is not None:
+    if tint is not None and name not in METALS:
         material = dyed(material, tint, name)
     if name in METALS:
         out = shining(material, name, bevel, shade, depth, tint)
     else:
-        out = lit(material, 0.55 * bevel + 0.85 * shade)
-    out = lit(out, -0.55 * line * (1 if name != "glass" else 0.5))
+        out = lit(material, 0.55 * bevel + (0.85 * shade).clamp(-0.6, 0.5))
+    out = lit(out, -0.6 * line)
     if name == "glass":
-        gloss = smooth(0.35, 0.9, bevel) * 0.8 + 0.35 * smooth(0.75, 0.45, depth)
+        glare = blurred(alpha[:, None], 0.05)[:, 0]
+        slope = torch.linspace(-1, 1, alpha.shape[-1], device=alpha.device)
+        across = slope[None, :, None] * beam[1] + slope[None, None] * beam[0] + 0.35 * bevel
+        bands = smooth(0.06, 0.02, (across - 0.34).abs()) + 0.6 * smooth(0.03, 0.01, (across - 0.47).abs())
+        edge = smooth(0.98, 0.7, glare)
+        gloss = (0.85 * smooth(0.3, 0.8, bevel) + 0.5 * bands * smooth(0.85, 1.0, glare) + 0.25 * edge).clamp(0, 1)
         out = out + (1 - out) * gloss[:, None]
-        alpha = alpha * (0.62 + 0.38 * torch.maximum(torch.maximum(gloss, line), 1 - smooth(0.4, 0.8, depth)))
+        alpha = alpha * (0.55 + 0.45 * torch.maximum(torch.maximum(gloss, line), 0.8 * edge))
     elif name in ("marble", "leather"):  # polished
         out = out + (1 - out) * (0.45 * smooth(0.45, 0.95, bevel))[:, None]
     return torch.cat((out.clamp(0, 1) * alpha[:, None], alpha[:, None]), 1)
@@ -252,28 +258,29 @@ def dress(sprite: Tensor, material: Tensor, name: str, light: Tensor, tint: Tens
 def dyed(material: Tensor, tint: Tensor, name: str) -> Tensor:
     """The material in another color: its lights and darks stay. Of two colors, only the first changes."""
     tone = luminance(material)
-    mean = tone.flatten(1).mean(1)[:, None, None]
+    tone = tone - tone.mean((1, 2), keepdim=True)
+    tone = tone / tone.square().mean((1, 2), keepdim=True).sqrt().clamp_min(0.02)
     if name in PATTERNED:
-        low, high = (tone.flatten(1).quantile(q, 1)[:, None, None] for q in (0.1, 0.9))
-        share = ((tone - low) / (high - low).clamp_min(0.05)).clamp(0, 1)
-        bright = (luminance(tint) > 0.75)[:, None]
+        bright = luminance(tint)[:, None] > 0.75
         other = torch.where(bright, torch.full_like(tint, 0.25), torch.full_like(tint, 0.97))
-        return mix(tint, other, share)
-    color = tint * 0.9 + 0.05
-    return lit(color[:, :, None, None].expand_as(material), (tone - mean) / mean.clamp_min(0.2))
+        return mix(tint, other, (0.5 + 0.75 * tone).clamp(0, 1))
+    return ramp(
+        torch.stack((tint * 0.3, tint * 0.95 + 0.02, tint * 0.55 + 0.45), 1), 0.5 + 0.16 * tone.clamp(-2.2, 2.2)
+    )
 
 
 def shining(material: Tensor, name: str, bevel: Tensor, shade: Tensor, depth: Tensor, tint: Tensor | None) -> Tensor:
     """Metal: bands of reflected light that follow the surface."""
     stops = colors(METALS[name]).to(material.device)[None].expand(len(material), -1, -1)
     if tint is not None:
-        gray = luminance(stops.transpose(1, 2))[..., None]
+        gray = luminance(colors(METALS["silver"]).T[None]).to(material.device)[..., None]
         stops = torch.where(
-            gray < 0.6, tint[:, None] * gray / 0.6, tint[:, None] + (1 - tint[:, None]) * (gray - 0.6) / 0.4
+            gray < 0.78, tint[:, None] * gray / 0.78, tint[:, None] + (1 - tint[:, None]) * (gray - 0.78) / 0.22
         )
-    grain = luminance(material) - luminance(material).flatten(1).mean(1)[:, None, None]
+    grain = luminance(material)
+    grain = grain - grain.mean((1, 2), keepdim=True)
     y = torch.linspace(-1, 1, material.shape[-1], device=material.device)[None, :, None]
     turnings = 0.5 * torch.sin(5.5 * bevel + 3.0 * depth + 2.2 * y + 2.5 * shade)
     band = torch.exp(-(((bevel - 0.55) / 0.16) ** 2)) + 0.7 * torch.exp(-(((depth - 0.78 - 0.15 * y) / 0.035) ** 2))
-    tone = 0.48 + 0.36 * bevel + 0.17 * turnings + 0.85 * shade + 0.9 * grain + 0.30 * band
+    tone = 0.46 + 0.36 * bevel + 0.2 * turnings + 0.9 * shade.clamp(-0.35, 0.3) + 0.9 * grain + 0.32 * band
     return ramp(stops, tone)

@@ -143,6 +143,11 @@ def at(table: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
     return list(chosen.view(len(table), table.shape[1], *i.shape[1:]).unbind(1))
 
 
+def numbers(c: Canvas, count: int, i: Tensor) -> list[Tensor]:
+    """Random numbers in 0..1 that belong to each whole number i: to a column, a row."""
+    return at(c.rand(count, LATTICE, LATTICE), i, 0 * i)
+
+
 def cells(c: Canvas, x: Tensor, y: Tensor, jitter: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One random point in each unit square: distances to the nearest and the next, and two numbers of the nearest."""
     table = c.rand(4, LATTICE, LATTICE)
@@ -274,6 +279,11 @@ def veins(c: Canvas, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             line, strength * ((1 - near * sharp).clamp_min(0) + 0.35 * (1 - near * 2.2).clamp_min(0) ** 2)
         )
     return body, (line * (0.7 + 0.5 * body)).clamp(0, 1)
+
+
+def warmer(image: Tensor, by: Tensor) -> Tensor:
+    """Redder where `by` is above 0, bluer below."""
+    return image * torch.stack((1 + 0.5 * by, torch.ones_like(by), 1 - 0.5 * by), 1)
 
 
 def swell(c: Canvas, x: Tensor, y: Tensor, octaves: int = 4) -> Tensor:

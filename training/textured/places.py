@@ -21,12 +21,14 @@ from training.textured.noise import (
     lit,
     mix,
     noise,
+    numbers,
     ramp,
     relief,
     smooth,
     swell,
     turn,
     veins,
+    warmer,
     warped,
     weave,
 )
@@ -41,7 +43,7 @@ def plain(c: Canvas, horizon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def dome(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """A pebble or a drop."""
+    """A pebble or a shell."""
     size = 0.18 + 0.3 * r
     return 1 - (u * u + (v * (1 + 0.6 * s)) ** 2) / size**2, v / size
 
@@ -52,13 +54,9 @@ def leaf(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     u, v = u / size, (v / size).abs()
     depth, rib = torch.full_like(u, -1.0), torch.full_like(u, 1.0)
     for angle, long, wide in ((0.0, 1.0, 0.30), (0.95, 0.92, 0.27), (1.95, 0.62, 0.22)):  # lobes from the stalk
-        along, across = (
-            (u + 0.25) * math.cos(angle) + v * math.sin(angle),
-            v * math.cos(angle) - (u + 0.25) * math.sin(angle),
-        )
+        along, across = turn(u + 0.25, v, -angle)
         t = (along / long).clamp(-0.1, 1)
-        teeth = 0.05 * ((t * 5) % 1)
-        lobe = wide * 2.2 * (t + 0.1).sqrt() * (1 - t) * (1 - teeth * 4) - across.abs()
+        lobe = wide * 2.2 * (t + 0.1).sqrt() * (1 - t) * (1 - 0.2 * (t * 5 % 1)) - across.abs()
         depth = torch.maximum(depth, lobe)
         rib = torch.where(along > 0, torch.minimum(rib, across.abs()), rib)
     t = (u * 0.5 + 0.5).clamp(0, 1)
@@ -68,15 +66,15 @@ def leaf(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(maple, depth, beech) * 2.5, smooth(0.035, 0.015, torch.where(maple, rib, side))
 
 
-def sky(c: Canvas, air: Tensor, cover: Tensor, scale: float = 1.0) -> Tensor:
+def sky(c: Canvas, air: Tensor, cover: Tensor) -> Tensor:
     """A gradient from the first color down to the second, and clouds from dark (the third) to lit (the fourth)."""
-    x, y = c.x * 1.7 * scale + c.uniform(0, 9), c.y * 3.0 * scale
-    big, fine = fractal(c, x, y, 3, 0.5), fractal(c, x * 5, y * 5, 5, 0.68)
+    x, y = c.x * 1.7 + c.uniform(0, 9), c.y * 3.0
+    big, fine = fractal(c, x, y, 3, 0.5), fractal(c, x * 5, y * 5, 5, 0.74)
     thick = big + 0.42 * fine
     shade = 0.62 + 0.9 * relief(big * 0.1 + fine * 0.012, c.light(), 0.5) + 0.22 * fine
-    haze = smooth(-0.5, 1.4, fractal(c, c.x * 4, c.y * 16, 5, 0.7))
-    base = ramp(air[:, :2], c.down * 1.4 + 0.10 * fine)
-    out = mix(base, air[:, 3], 0.28 * haze)
+    haze = smooth(-0.5, 1.4, fractal(c, c.x * 5, c.y * 18, 5, 0.78))
+    base = ramp(air[:, :2], c.down * 1.4 + 0.14 * fine)
+    out = mix(base, air[:, 3], 0.36 * haze)
     return mix(out, ramp(air[:, 2:4], shade), smooth(0.75 - cover, 1.35 - cover, thick))
 
 
@@ -91,7 +89,7 @@ def meadow(c: Canvas) -> Tensor:
     grass = c.palette("173F12 3B8426 9CCB4C", "1F4312 5B8A22 C9CC55", "0F3D1E 2E8B3A 8FD46A")
     patch = fractal(c, x * 1.2, z * 1.2, 4)
     soil = ramp(grass, 0.3 + 0.16 * patch + 0.2 * fractal(c, c.x * 60, c.y * 40, 2))
-    up, number = blades(c, c.x + 0 * rows, rows, lean=c.uniform(-0.6, 0.6))
+    up, number = blades(c, c.x, rows, lean=c.uniform(-0.6, 0.6))
     tone = 0.08 + 0.55 * up.clamp_min(0).sqrt() + 0.36 * (number - 0.5) + 0.12 * patch
     out = mix(out, mix(soil, ramp(grass, tone), (up >= 0).float()), ground)
     petals = c.palette("FFFFFF F6C732", "E8443A 3A1A10", "F8D43A D48A10", "A66BE0 F4E070", "FFFFFF FFD23A")
@@ -101,6 +99,7 @@ def meadow(c: Canvas) -> Tensor:
 
 
 def flower(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Six petals, and the heart."""
     far = (u * u + v * v).sqrt() / (0.22 + 0.12 * r)
     return 0.75 + 0.25 * torch.cos(torch.atan2(v, u) * 6) - far, smooth(0.42, 0.32, far)
 
@@ -114,9 +113,7 @@ def forest(c: Canvas) -> Tensor:
     side = c.light()[0].sign()
     for layer, (many, wide) in enumerate(((9.0, 0.10), (5.5, 0.13), (3.0, 0.15))):
         u = c.x * many + c.uniform(0, 9) + 0.25 * noise(c, c.x * 2, c.y * 1.5)
-        pick = c.rand(2, 64)
-        column = u.floor().long() % 64
-        shift, thick = (pick[:, i].gather(1, column.flatten(1)).view_as(u) for i in (0, 1))
+        shift, thick = numbers(c, 2, u.floor())
         off = (u - u.floor() - 0.3 - 0.4 * shift) / (wide * (0.6 + 0.8 * thick))
         foot = horizon + (0.02, 0.06, 0.16)[layer] + 0.02 * noise(c, c.x * 20, c.y * 0)
         off = off / (1 + 0.5 * torch.exp((c.y - foot) * 18).clamp_max(1.5))
@@ -124,7 +121,7 @@ def forest(c: Canvas) -> Tensor:
         tone = 0.5 + 0.32 * rough + 0.35 * off * side - 0.2 * off.abs()
         haze = torch.full_like(off, (0.6, 0.32, 0.0)[layer])
         trunk = mix(ramp(bark, tone), ramp(tint, torch.full_like(off, 0.75)), haze)
-        edge = 0.12 * noise(c, c.x * 40, c.y * 40)
+        edge = 0.06 * noise(c, c.x * 30, c.y * 30)
         out = mix(out, trunk, smooth(1.05, 0.9, off.abs() + edge) * smooth(0.004, -0.004, c.y - foot))
         crown = fractal(c, c.x * many * 2, c.y * many * 2, 6, 0.72) - (c.down - 0.04 * (2 - layer)) * 9
         leaves = ramp(tint, 0.3 + 0.1 * (2 - layer) + 0.25 * fractal(c, c.x * many * 9, c.y * many * 9, 3, 0.8))
@@ -177,7 +174,7 @@ def snow(c: Canvas) -> Tensor:
     edge = horizon + 0.03 * noise(c, c.x * 2, c.y * 0) + 0.004 * noise(c, c.x * 20, c.y * 0)
     for many, tall, haze in ((17.0, 0.12, 0.45), (9.0, 0.2, 0.1)):
         u = c.x * many + c.uniform(0, 9)
-        pick = c.rand(1, 64)[:, 0].gather(1, (u.floor().long() % 64).flatten(1)).view_as(u)
+        (pick,) = numbers(c, 1, u.floor())
         top = horizon + 0.01 - tall * (0.4 + 0.7 * pick)
         along = (c.y - top) / (horizon + 0.05 - top)
         jag = 0.75 + 0.35 * (1 - (along * 6 + 0.15 * noise(c, c.x * 40, c.y * 40)) % 1)
@@ -189,7 +186,7 @@ def snow(c: Canvas) -> Tensor:
     white = c.palette("7C9CCB C8DAF0 FCFDFF", "8E90C0 D8D6EE FFFCFA", "6C94B8 C4DCE8 FCFFFF")
     u, v = warped(c, x * 0.9, z * 1.3, 0.25, 2)
     drift, rough = fractal(c, u, v, 4, 0.5), fractal(c, x * 9, z * 9, 5, 0.7)
-    slope = relief((drift * 0.06 + rough * 0.006) * (0.25 + rows), c.light(), 1.1)
+    slope = relief((drift * 0.07 + rough * 0.009) * (0.25 + rows), c.light(), 1.1)
     fine = fractal(c, c.x * 100, c.y * 90, 2, 0.9)
     field = ramp(white, 0.66 + 0.42 * slope + 0.07 * fine + 0.1 * drift)
     near, _, a, _ = cells(c, c.x * 60, c.y * 60)
@@ -202,6 +199,7 @@ def snow(c: Canvas) -> Tensor:
 
 
 def flake(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """A flake of snow, far off."""
     return 1 - (u * u + v * v).sqrt() / (0.10 + 0.10 * r), u
 
 
@@ -214,18 +212,17 @@ def night(c: Canvas) -> Tensor:
     other = fractal(c, u * 1.3, v * 1.3, 7, 0.66)
     glow = c.palette("7A2A9E E85AA8 FFD8E8", "1E5AB8 3EC0D8 E8FAFF", "A83A4A F0904A FFF0C8")
     rare = c.palette("2A3EA8 5A8CF0", "5A1E8E B05AE0", "0E6A6A 40D0B0")
-    out = ramp(deep, 0.4 + 0.4 * fractal(c, x * 3, y * 3, 5, 0.6) + 0.4 * band)
+    out = ramp(deep, 0.5 + 0.5 * fractal(c, x * 3, y * 3, 7, 0.75) + 0.4 * band)
     out = out + ramp(rare, 0.5 + 0.5 * other) * (smooth(-0.1, 1.0, other) * (0.2 + 0.5 * band))[:, None]
     dust = smooth(0.0, 0.9, fractal(c, u * 2.2, v * 2.2, 5, 0.6, ridged=True)) * band
     out = out + ramp(glow, 0.05 + 0.6 * band * smooth(-0.5, 1.4, gas)) * (0.8 * smooth(-0.2, 1.4, gas) * band)[:, None]
     out = lit(out, -0.65 * dust)
     star = c.palette("FFD8B0 FFFFFF B8D4FF")
-    for many, bright in ((46.0, 0.5), (24.0, 0.85), (9.0, 1.4)):
+    for many, bright in ((60.0, 0.55), (26.0, 0.85), (9.0, 1.4)):
         near, _, a, b = cells(c, x * many, y * many, 0.8)
-        halo = torch.exp(-(((near / many) / (0.0017 + 0.0022 * b * bright)) ** 2)) + 0.12 * torch.exp(
-            -((near / 0.14) ** 2)
-        ) * (bright > 1)
-        out = out + ramp(star, a.expand_as(near)) * (halo * bright * (0.25 + 0.75 * b * b) * (a * 7 % 1 < 0.6))[:, None]
+        halo = torch.exp(-(((near / many) / (0.0017 + 0.0022 * b * bright)) ** 2))
+        halo = halo + 0.12 * torch.exp(-((near / 0.14) ** 2)) * (bright > 1)
+        out = out + ramp(star, a + 0 * near) * (halo * bright * (0.25 + 0.75 * b * b) * (a * 7 % 1 < 0.7))[:, None]
     return out
 
 
@@ -245,12 +242,12 @@ def sea(c: Canvas) -> Tensor:
     chop = fractal(c, u * 3, v * 3, 4, 0.7)
     slope = relief((wave * 0.11 + chop * 0.007) * (rows + 0.07), c.light(), 1.5)
     body = ramp(water, 0.02 + 0.55 * wave + 0.20 * slope + 0.05 * chop + 0.10 * smooth(0.2, 0.0, rows))
-    cap = smooth(0.78, 0.98, wave + 0.16 * chop + 0.10 * noise(c, x, z) + 0.06 * c.uniform(-1, 1))
+    cap = smooth(0.80, 1.0, wave + 0.20 * chop + 0.06 * noise(c, x, z) + c.uniform(-0.08, 0.04))
+    cap = cap * smooth(-0.5, 0.4, fractal(c, u * 4, v * 4, 3, 0.8))
     body = body + (0.96 - body) * (cap * 0.85)[:, None]
-    glint = torch.exp(-(((c.x - c.uniform(-0.3, 0.3)) / (0.06 + 0.5 * rows)) ** 2)) * smooth(
-        0.3, 1.3, 1.2 * chop + slope
-    )
-    body = mix(body, air[:, 3], glint * 0.6 * c.uniform(0, 1))
+    glint = torch.exp(-(((c.x - c.uniform(-0.3, 0.3)) / (0.06 + 0.5 * rows)) ** 2)) * smooth(0.3, 1.5, chop + slope)
+    glint = glint * smooth(0.1, 1.0, fractal(c, u * 9, v * 9, 3, 0.9)) * c.uniform(0, 1)
+    body = mix(body, air[:, 3], glint)
     return mix(sky(c, air, c.uniform(0.3, 1.2)), body, ground)
 
 
@@ -261,7 +258,7 @@ def underwater(c: Canvas) -> Tensor:
     out = ramp(water, 0.1 + 0.85 * c.down + 0.07 * murk)
     fan = torch.atan2(c.x - c.uniform(-0.6, 0.6), c.y + 1.0)
     rays = smooth(-0.2, 1.0, fractal(c, fan * 9, 0 * c.y + c.uniform(0, 1), 4, 0.7)) * (1 - c.down)
-    out = out + (1 - out) * (0.5 * rays)[:, None]
+    out = mix(out, 0.75 * water[:, 0] + 0.25, 0.6 * rays)
     for many, strength in ((7.0, 0.22), (13.0, 0.14)):  # the surface's net of light, finer far away
         u, v = warped(c, c.x * many, c.y * many * 1.3, 0.45, 2)
         first, second, _, _ = cells(c, u, v)
@@ -278,7 +275,8 @@ def underwater(c: Canvas) -> Tensor:
     weed = c.palette("0E4A3A 4CA860", "3A1E5A C05A9C", "6A2A2A E8845A")
     u = c.x * 16 + c.uniform(0, 9) + 0.5 * torch.sin(c.y * c.uniform(14, 26) + 3 * noise(c, c.x * 3, c.y * 0))
     clump = noise(c, c.x * 3.0, c.y * 0)
-    high = (floor_at + 0.10 - c.y) / (0.05 + 0.34 * smooth(0.1, 1.0, clump + 0.4 * noise(c, u.floor(), c.y * 0)))
+    root, tall = numbers(c, 2, u.floor())
+    high = (floor_at + 0.05 + 0.1 * root - c.y) / (0.05 + 0.34 * smooth(-0.2, 0.8, clump + tall - 0.5))
     frond = smooth(0.36, 0.26, (u - u.floor() - 0.5).abs() + 0.2 * high.clamp(0, 1)) * (high > 0) * (high < 1)
     out = mix(out, ramp(weed, high * 0.7 + 0.2 * fractal(c, c.x * 50, c.y * 50, 2)), frond * (clump > 0.1))
     for many in (9.0, 22.0):
@@ -289,13 +287,14 @@ def underwater(c: Canvas) -> Tensor:
 
 
 def bubble(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """A small round hole or bubble."""
     size = 0.10 + 0.25 * r
     return 1 - (u * u + v * v) / size**2, v
 
 
 def clouds(c: Canvas) -> Tensor:
     air = c.palette("2A72CC 9CD0F4", "3A86D8 C4E4F8", "4C7CB4 B4CCE0")
-    puff = c.palette("7C8CA4 BCCAD8 FFFFFF", "8A84A0 D4CCD4 FFFAF2", "68788C A8B8C8 F4F6F8")
+    puff = c.palette("7C8CA4 BCCAD8 FFFFFF", "8890A8 D0D4DC FFFCF8", "68788C A8B8C8 F4F6F8")
     size = c.uniform(1.2, 2.2)
     out = mix(ramp(air, c.down), puff[:, 2], 0.35 * smooth(-0.5, 1.4, fractal(c, c.x * 4, c.y * 13, 6, 0.72)))
     light = c.light()
@@ -308,7 +307,9 @@ def clouds(c: Canvas) -> Tensor:
             puffs = puffs + strength * (0.75 - first * first * 1.6)
         mass = low + puffs + 0.10 * fractal(c, u * 9, v * 9, 4, 0.75)
         edge = c.uniform(0.15, 0.6)
-        shade = 0.52 + 0.5 * relief(low * 0.10 + puffs * 0.055 / grow, light, 0.8) + 0.45 * puffs - 0.16 * (mass - edge)
+        fine = fractal(c, u * 14, v * 14, 4, 0.8)
+        bulge = relief(low * 0.10 + puffs * 0.055 / grow + fine * 0.0025, light, 0.8)
+        shade = 0.50 + 0.62 * bulge + 0.45 * puffs + 0.05 * fine - 0.18 * (mass - edge)
         out = mix(out, ramp(puff, shade), smooth(edge - 0.06, edge + 0.26, mass) * share)
     return out
 
@@ -346,14 +347,12 @@ WOODS = ("5A3416 96602E C48C50", "6E4A28 B08050 DCB480", "3E2214 70422A 9C6844",
 def boards(c: Canvas, x: Tensor, y: Tensor, colors: Tensor, gap: Tensor | float = 0.012) -> tuple[Tensor, Tensor]:
     """Boards along x, one unit wide, butt-jointed; and the gaps between them."""
     row = y.floor()
-    shift = c.rand(2, 64, 1)
-    index = (row.long() % 64).flatten(1)
-    move, tone = (shift[:, i, :, 0].gather(1, index.expand(c.count, -1)).view(c.count, *row.shape[1:]) for i in (0, 1))
+    move, tone = numbers(c, 2, row)
     along = x / 5 + move
     part = along.floor()
     v = y - row
     ring, fibers = grain_of_wood(c, x * 0.55 + part * 9.7 + row * 5.3, v * 0.8 + row * 3.7 + part * 2.2, 8)
-    flat = ramp(colors, 0.62 - 0.42 * ring + 0.5 * ((tone + part * 0.37) % 1 - 0.5) + 0.13 * fibers)
+    flat = ramp(colors, 0.62 - 0.42 * ring + 0.5 * ((tone + part * 0.37) % 1 - 0.5) + 0.19 * fibers)
     edge = torch.minimum(torch.minimum(v, 1 - v), torch.minimum(along - part, 1 - along + part) * 5)
     edge = edge + 0.25 * gap * noise(c, x * 3, y * 3)
     return flat, smooth(gap, 3.0 * gap, edge) * 0.85 + 0.15
@@ -366,7 +365,7 @@ def table(c: Canvas) -> Tensor:
     sheen = noise(c, c.x * 2, c.y * 3)
     top = lit(flat * (0.25 + 0.75 * gap)[:, None], 0.2 * sheen + 0.5 * smooth(0.3, 0.0, c.y - back) - 0.1)
     room = c.palette("3A5A34 8AB06A E8F0B8", "4A3424 A87848 FCE0A8", "34485C 7C9CB4 E4F0F8", "5A3A3A B4847A F8DCCC")
-    out = ramp(room, 0.45 + 0.3 * fractal(c, c.x * 2.5, c.y * 2.5, 2) + 0.06 * fractal(c, c.x * 40, c.y * 40, 3, 0.8))
+    out = ramp(room, 0.45 + 0.3 * fractal(c, c.x * 2.5, c.y * 2.5, 2) + 0.10 * fractal(c, c.x * 30, c.y * 30, 4, 0.85))
     for many in (7.0, 5.0):
         depth, edge, a, _ = dabs(c, c.x * many, c.y * many, lamp, 0.5)
         out = mix(out, ramp(room, 0.55 + 0.45 * a), smooth(0, 0.08, depth) * (0.2 + 0.25 * edge))
@@ -387,9 +386,8 @@ def planks(c: Canvas) -> Tensor:
     )
     flat, gap = boards(c, x * many, y * many, paint, 0.022)
     worn = smooth(0.5, 1.1, fractal(c, x * 9, y * 40, 4, 0.7) + 0.3 * noise(c, x * 3, y * 3))
-    out = mix(
-        flat, lit(flat * 0 + c.palette(*WOODS)[:, 1, :, None, None], 0.4 * fractal(c, x * 6, y * 90, 2)), worn * 0.6
-    )
+    bare = ramp(c.palette(*WOODS), 0.5 + 0.2 * fractal(c, x * 6, y * 90, 2))
+    out = mix(flat, bare, worn * 0.6)
     v = y * many - (y * many).floor()
     u = x * many / 5 * 2
     nail = ((u - u.round()) * 2.5) ** 2 + (torch.minimum((v - 0.2).abs(), (v - 0.8).abs())) ** 2
@@ -405,9 +403,8 @@ def bricks(c: Canvas) -> Tensor:
     u, v = x + 0.5 * (row % 2) + wave * 0.4, y + wave - row
     column = u.floor()
     u = u - column
-    edge = torch.minimum(torch.minimum(u, 1 - u) * 2.2, torch.minimum(v, 1 - v)) + 0.035 * fractal(
-        c, x * 12, y * 6, 3, 0.7
-    )
+    edge = torch.minimum(torch.minimum(u, 1 - u) * 2.2, torch.minimum(v, 1 - v))
+    edge = edge + 0.035 * fractal(c, x * 12, y * 6, 3, 0.7)
     brick = smooth(0.045, 0.085, edge)
     pick = noise(c, column * 7.31 + 0.5, row * 3.77) * 0.5 + noise(c, column * 5.2, row * 9.1) * 0.35
     color = c.palette(
@@ -435,11 +432,7 @@ def stones(c: Canvas) -> Tensor:
     body = smooth(0.03, 0.12, gap + 0.03 * rough)
     height = (gap.clamp_max(0.42) / 0.42) ** 0.5 * 0.035 + rough * 0.004
     rock = ramp(color, 0.5 + 0.55 * (a - 0.5) + 0.16 * rough)
-    rock = mix(
-        rock,
-        lit(rock, 0 * a) * torch.tensor((1.08, 0.97, 0.85), device=a.device)[None, :, None, None],
-        (b > 0.6).float(),
-    )
+    rock = warmer(rock, 0.3 * (b - 0.4))
     out = mix(ramp(color, 0.12 + 0.2 * rough), rock, body)
     moss = smooth(0.45, 0.9, fractal(c, c.x * 5, c.y * 5, 5, 0.65) + 0.35 * (1 - gap * 2.5)) * c.uniform(0, 1)
     out = mix(out, ramp(c.palette("24401A 86A84A"), 0.5 + 0.45 * fractal(c, c.x * 70, c.y * 70, 2)), moss)
@@ -478,9 +471,8 @@ def concrete(c: Canvas) -> Tensor:
     u, v = ((t / size + c.uniform(0, 1) + 0.5) % 1 - 0.5 for t in (c.x / 1.4, c.y))
     seam = smooth(0.008, 0.003, torch.minimum(u.abs() * 1.4, v.abs()))
     hole = smooth(0.0011, 0.0008, ((u.abs() - 0.25) * 1.4) ** 2 + (v.abs() - 0.25) ** 2)
-    panel = noise(c, (c.x / size / 1.4).round() * 3.3, (c.y / size).round() * 7.1)
     height = 0.0022 * fine + 0.004 * blot - 0.007 * pit - 0.010 * seam - 0.016 * hole
-    out = ramp(color, 0.5 + 0.4 * blot - 0.2 * drip + 0.12 * fine + 0.0 * panel)
+    out = ramp(color, 0.5 + 0.4 * blot - 0.2 * drip + 0.12 * fine)
     return lit(out, 0.36 * relief(height, c.light(), 0.8) - 0.35 * pit - 0.45 * seam - 0.6 * crack - 0.55 * hole)
 
 
@@ -488,7 +480,7 @@ CLOTHS = (
     "8E1F2A D8D0C0 1E2A44",
     "2C4A7C E0E4EC B03A3A",
     "2F6A4A E8E0C0 7A2A2A",
-    "B4783A F4E4C4 5A3A20",
+    "1E7A80 F4E4C4 D08A3A",
     "6A4A86 E8DCF0 2A2040",
     "566068 E0E4E8 2A2E34",
 )
@@ -496,20 +488,21 @@ CLOTHS = (
 
 def cloth(c: Canvas) -> Tensor:
     u, v = turn(c.x, c.y, c.uniform(-0.5, 0.5))
-    fold = fractal(c, u * 1.5 + 0.5 * noise(c, u * 2, v * 2), v * 0.9, 3, 0.45, ridged=True)
+    fold = fractal(c, *warped(c, u * 2.2, v * 1.4, 0.4, 2), 3, 0.45)
     u, v = u + 0.02 * fold, v + 0.03 * noise(c, u * 2, v * 2)
-    many = c.uniform(58, 90)
+    many = c.uniform(46, 70)
     height, over = weave(u * many, v * many)
     color = c.palette(*CLOTHS)
-    size, plaid = c.uniform(3, 6), c.chance(0.65)
-    lines = [((t * size) % 1 < 0.42).float() * plaid for t in (u, v)]
-    thin = [((((t * size) % 1) - 0.7).abs() < 0.045).float() * plaid for t in (u, v)]
-    pick = torch.where(over > 0, lines[1], lines[0])
-    line = torch.where(over > 0, thin[1], thin[0])
-    out = mix(mix(color[:, 0], color[:, 2], pick), color[:, 1], line.clamp(0, 1) * 0.85)
+    size, gingham = c.uniform(3, 6), c.chance(0.4)
+    lines = [((t * size) % 1 < 0.42).float() for t in (u, v)]
+    thin = [((((t * size) % 1) - 0.7).abs() < 0.045).float() for t in (u, v)]
+    mine = 0.3 + 0.4 * over  # the thread on top counts more than the one below
+    pick, line = (a + (b - a) * mine for a, b in (lines, thin))
+    second = torch.where(gingham[:, 0] > 0, color[:, 1], color[:, 2])
+    out = mix(mix(color[:, 0], second, pick), color[:, 1], line * 0.85 * (1 - gingham))
     out = mix(out, color[:, 1], 0.10 * (1 + noise(c, u * many / 2, v * 6)))
     slub = fractal(c, u * many, v * 7, 2) * over + fractal(c, u * 7, v * many, 2) * (1 - over)
-    return lit(out, 0.42 * (height - 0.62) + 0.10 * slub + 0.5 * relief(fold * 0.05, c.light(), 1.0))
+    return lit(out, 0.42 * (height - 0.62) + 0.10 * slub + 0.5 * relief(fold * 0.06, c.light(), 1.0))
 
 
 def knitwear(c: Canvas) -> Tensor:
@@ -539,14 +532,14 @@ def knitwear(c: Canvas) -> Tensor:
 
 
 def paper(c: Canvas) -> Tensor:
-    color = c.palette("9C988E F4F0E8 FFFFFC", "86704E CCB48C ECDAB8", "948C78 ECE4CC FCF6E4", "8A94A6 DCE4EE F8FCFF")
-    fold = torch.zeros_like(c.x)
-    for many, deep in ((1.5, 0.5), (3.2, 0.4), (7.0, 0.28), (15.0, 0.14)):  # crumpled: facets between sharp creases
-        first, second, a, _ = cells(c, *warped(c, c.x * many, c.y * many, 0.16, 2))
-        fold = fold + deep * ((a - 0.5) * (1.3 - first) + 0.35 * torch.exp((first - second) * 14) * (0.4 - a))
+    color = c.palette("8E8A80 FFFFFA", "94805A FAECC4", "86806C FFFAEC", "7C889C FAFDFF")
+    height = torch.zeros_like(c.x)
+    for many, steep in ((1.4, 0.25), (2.9, 0.4), (6.0, 0.45), (12.0, 0.3)):  # crumpled: slopes between sharp creases
+        first, *_ = cells(c, *warped(c, c.x * many, c.y * many * c.uniform(0.7, 1.4), 0.12, 3))
+        height = height + first * steep / many
     fiber = fractal(c, c.x * 45, c.y * 80, 3, 0.85)
-    fold = fold * c.uniform(0.8, 1.5)
-    out = ramp(color, 0.5 + 0.8 * fold + 0.09 * fiber)
+    fold = relief(height, c.light(), c.uniform(0.5, 0.9))
+    out = ramp(color, 0.65 + 0.42 * fold + 0.09 * fiber)
     gap, ruled, margin = c.uniform(0.05, 0.075), c.chance(0.5), c.uniform(-0.4, -0.25)
     line = smooth(0.0024, 0.0008, (((c.y + 0.004 * fold) / gap) % 1 - 0.5).abs() * gap)
     ink = c.palette("6C9CC8 D86060", "8CA0B4 E08080")
@@ -577,10 +570,10 @@ def carpet(c: Canvas) -> Tensor:
     band = torch.maximum(c.x.abs() / c.x.amax(), c.y.abs() / c.y.amax())  # a border, and stripes in it
     border = ramp(color, 0.5 + 0.5 * torch.sin(band * 90)) * 0.9
     out = mix(out, border, smooth(0.80, 0.805, band) * c.chance(0.5))
-    (tone,) = at(c.rand(1, LATTICE, LATTICE), i, j + 17 * (i / LATTICE).floor())
+    (tone,) = at(c.rand(1, LATTICE, LATTICE), i, j)
     rib = (y * knots * math.pi).sin().abs()
     tuft = fractal(c, x * 150, y * 60, 2, 0.9) + 0.7 * fractal(c, x * 40, y * 40, 3, 0.8)
-    return lit(out, 0.26 * (tone - 0.5) + 0.3 * (rib - 0.7) + 0.13 * tuft + 0.18 * fractal(c, c.x * 3, c.y * 3, 4))
+    return lit(out, 0.2 * (tone - 0.5) + 0.2 * (rib - 0.7) + 0.11 * tuft + 0.18 * fractal(c, c.x * 3, c.y * 3, 4))
 
 
 def tiles(c: Canvas) -> Tensor:
@@ -603,7 +596,7 @@ def tiles(c: Canvas) -> Tensor:
     grout = ramp(c.palette("6A6660 B0ACA4", "9A968E DCD8D0"), 0.5 + 0.4 * fractal(c, c.x * 70, c.y * 70, 2))
     height = smooth(0.015, 0.075, edge) * 0.016 + glaze * 0.0014
     gloss = 0.3 * smooth(0.3, 1.0, noise(c, c.x * 2.5 + i * 0.35, c.y * 2.5 + j * 0.6))
-    body = lit(body, 0.14 * pick + 0.13 * glaze + gloss - 0.22 * craze)
+    body = lit(body, 0.14 * pick + 0.08 * glaze + gloss - 0.22 * craze)
     return lit(mix(grout, body, smooth(0.018, 0.030, edge)), 0.42 * relief(height, c.light(), 0.7))
 
 
@@ -611,7 +604,7 @@ def gravel(c: Canvas) -> Tensor:
     many = c.uniform(11, 18)
     color = c.palette("3C3A38 84807A D4CFC4", "4A3C30 9C8468 E4D0B0", "343A42 76808A CCD4DC")
     rough = fractal(c, c.x * 45, c.y * 45, 3, 0.8)
-    out = lit(ramp(color, 0.12 + 0.12 * rough), 0 * rough)
+    out = ramp(color, 0.12 + 0.12 * rough)
     light = c.light()
     for scale in (2.2, 1.5, 1.0):
         x, y = warped(c, c.x * many * scale, c.y * many * scale, 0.10, 2)
@@ -619,10 +612,7 @@ def gravel(c: Canvas) -> Tensor:
         gap = second - first
         body = smooth(0.03, 0.16, gap) * (a < (1.0 if scale > 2 else 0.55))
         stone = ramp(color, 0.45 + 0.75 * (b - 0.5) + 0.10 * rough)
-        stone = (
-            stone
-            + ((a * 9 % 1 - 0.5) * 0.1)[:, None] * torch.tensor((1.0, 0.2, -0.8), device=a.device)[None, :, None, None]
-        )
+        stone = warmer(stone, 0.3 * (a * 9 % 1 - 0.5))
         shade = 0.45 * relief(gap.clamp_max(0.5) * 0.055 / scale, light, 0.8) - 0.25 * smooth(0.3, 0.0, gap)
         out = mix(lit(out, -0.35 * (a < 0.55) * (scale < 2)), lit(stone, shade + 0.1 * rough), body)
     return out
@@ -636,7 +626,7 @@ def leaves(c: Canvas) -> Tensor:
     for scale in (1.6, 1.3, 1.1, 1.0):
         depth, rib, a, b = dabs(c, *warped(c, c.x * many * scale, c.y * many * scale, 0.06, 2), leaf)
         shade = 0.35 * relief(depth.clamp_max(0.5) * 0.05, light, 1.0) + 0.3 * (b * 5 % 1 - 0.5)
-        body = lit(ramp(fall, a + 0.14 * spots), shade + 0.12 * spots - 0.3 * rib - 0.4 * smooth(0.14, 0.0, depth))
+        body = lit(ramp(fall, a + 0.14 * spots), shade + 0.10 * spots - 0.2 * rib - 0.35 * smooth(0.14, 0.0, depth))
         out = mix(lit(out, -0.14 * smooth(-0.4, 0.0, depth)), body, smooth(0, 0.06, depth))
     return lit(out, 0.15 * noise(c, c.x * 2, c.y * 2) + 0.2)
 
@@ -670,6 +660,7 @@ def rain(c: Canvas) -> Tensor:
 
 
 def drop(u: Tensor, v: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """A drop of water."""
     size = 0.14 + 0.32 * r
     return 1 - (u * u + v * v * (0.8 + 0.3 * s)) / size**2, v
 
@@ -693,7 +684,7 @@ def desert(c: Canvas) -> Tensor:
         u, v = warped(c, c.x * 5, below * (24 - 13 * share), 0.35, 2)
         ripple = torch.sin(v * 9 + u * 5 * left) * (1 - 0.7 * dark) * (0.35 + 0.65 * share)
         soft = fractal(c, c.x * 7, below * 18, 5, 0.7)
-        tone = 0.52 + 0.22 * phase - 0.5 * dark + 0.085 * ripple + 0.10 * grain + 0.09 * soft - 0.25 * below
+        tone = 0.52 + 0.22 * phase - 0.5 * dark + 0.10 * ripple + 0.14 * grain + 0.11 * soft - 0.25 * below
         body = mix(ramp(sand, tone), air[:, 1], torch.full_like(below, 0.45 * (1 - share)))
         out = mix(out, body, smooth(-0.002, 0.002, below))
     return out

@@ -19,7 +19,7 @@ from training.textured.materials import MATERIALS, draw_material, dress
 from training.textured.places import PLACES, draw_place
 
 SHAPES = ("star", "heart", "ring")
-ICONS = ("fox", "key", "hot-beverage", "rocket", "owl", "car")
+ICONS = ("fox", "key", "cup", "rocket", "owl", "car")
 TINTS = ((0.87, 0.16, 0.16), (0.18, 0.41, 0.88), (0.2, 0.65, 0.28))
 
 
