@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))  # `training` is not part of the package
 from training import common, store  # noqa: E402
 from training import scenes as former  # noqa: E402
 from training.textured import scenes  # noqa: E402
-from training.textured.painter import Painter, stand_ins  # noqa: E402
+from training.textured.painter import Painter, recolored, stand_ins  # noqa: E402
 from training.textured.prompts import FIXED  # noqa: E402
 from training.train_transformer import Trainer, build  # noqa: E402
 
@@ -172,6 +172,19 @@ def test_seeds_and_captions_decide_what_they_should(vocabulary: dict, lexicon: L
     shaded = (fifth - fourth).mean(0)[first.amin(0) > 0.999]  # the table around the stars
     assert shaded.min() > -0.01
     assert shaded.max() > 0.1
+
+
+def test_a_recolored_thing_keeps_its_lights_and_darks() -> None:
+    sprite = torch.full((1, 4, 8, 8), 0.4)
+    sprite[:, :, :4] *= 0.5  # half of it shows half, in the same color
+    sprite[:, :3, :, 6:] *= 0.25
+    sprite[:, :3, :, :2] *= 2
+    made = recolored(sprite, torch.tensor([[0.9, 0.2, 0.1]]))
+    assert torch.equal(made[:, 3], sprite[:, 3])
+    red, green, _ = (made[0, :3] / made[0, 3:]).unbind()
+    assert (red[:, 3:5] > 0.7).all()
+    assert (red[:, 6:] < 0.5).all()
+    assert (green[:, :2] > green[:, 3:4] + 0.3).all()
 
 
 def test_every_letter_is_another_token(vocabulary: dict, lexicon: Lexicon) -> None:

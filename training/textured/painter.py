@@ -17,7 +17,7 @@ from torch import Tensor
 from nextscale.engine.schedule import infinity_schedule
 from training import painter as former
 from training.painter import premultiplied
-from training.textured.materials import draw_material, dress
+from training.textured.materials import GRAY, draw_material, dress
 from training.textured.places import draw_place
 from training.textured.scenes import PATTERNS, Batch, read_vocabulary
 
@@ -44,6 +44,16 @@ def stand_ins(vocabulary: dict[str, Any]) -> Tensor:
     sprites = former.stand_ins(vocabulary)
     shapes = sprites[-len(vocabulary["shapes"]) :]
     return torch.cat((sprites, shapes[torch.arange(len(vocabulary["letters"])) % len(shapes)]))
+
+
+def recolored(sprite: Tensor, tint: Tensor) -> Tensor:
+    """The sprite in this color [n, 3], which its middle tone becomes; its lights and darks stay. White is the color."""
+    alpha, color = sprite[:, 3:], tint[:, :, None, None]
+    gray = (sprite[:, :3] * sprite.new_tensor(GRAY)[:, None, None]).sum(1, keepdim=True)  # premultiplied
+    mean = gray.sum((2, 3), keepdim=True) / alpha.sum((2, 3), keepdim=True).clamp_min(1e-3)
+    tone = gray / alpha.clamp_min(1e-3) / mean.clamp_min(0.2)  # 1 in the middle
+    light = ((tone - 1) / 0.9).clamp(0, 1)
+    return torch.cat((torch.lerp(color * tone.clamp_max(1), torch.ones_like(tone), light) * alpha, alpha), dim=1)
 
 
 class Bank:
@@ -125,18 +135,18 @@ class Painter:
         tinted, light = batch.tinted[rows], batch.light[rows]
         for mip, sprites in enumerate(self.mips):
             for kind in range(-1, len(self.materials)):
-                for colored in (False, True) if kind >= 0 else (None,):
+                for colored in (False, True):
                     chosen = (thing >= 0) & (level == mip) & (material == kind)
-                    row, slot = torch.where(chosen if colored is None else chosen & (tinted == colored))
+                    row, slot = torch.where(chosen & (tinted == colored))
                     if not len(row):
                         continue
                     drawn = self.send(thing[row, slot])
                     sprite = sprites[drawn].float().div_(255)
                     tint = self.send(batch.tint[rows][row, slot]).float().div(255)
                     lit = self.send(light[row])
-                    if kind < 0:
-                        sprite[:, :3] *= tint[:, :, None, None]
-                    else:
+                    if kind < 0 and colored:
+                        sprite = recolored(sprite, tint)
+                    elif kind >= 0:
                         name, side = self.materials[kind], sprite.shape[-1]
                         bank = self.material_bank(name, side, side)
                         which = ((batch.chance[rows][row, 0] * 997).long() + thing[row, slot]) % len(

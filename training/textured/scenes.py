@@ -260,7 +260,9 @@ class Scenes:
             material = int(rng.integers(len(self.materials)))
             if self.materials[material].get("tints") and rng.random() < 0.6:
                 color = int(rng.integers(len(self.colors)))
-        elif kind != "objects":
+        elif kind == "objects":
+            color = int(rng.integers(len(self.colors))) if rng.random() < 0.1 else None
+        else:
             named = rng.random() < 0.88
             usual = self.colors.index(self.things[which][index]["colour"])
             color = int(rng.integers(len(self.colors))) if named else usual
