@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))  # `training` is not part of the package
 from training import common, store  # noqa: E402
 from training import scenes as former  # noqa: E402
 from training.textured import scenes  # noqa: E402
-from training.textured.painter import Painter, recolored, stand_ins  # noqa: E402
+from training.textured.painter import Bank, Painter, recolored, stand_ins  # noqa: E402
 from training.textured.prompts import FIXED  # noqa: E402
 from training.train_transformer import Trainer, build  # noqa: E402
 
@@ -282,3 +282,22 @@ def test_every_stage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     image = pipe("a wooden star", pixel_budget="0.06M", aspect_ratio=0.75).images[0]
     assert image.size == (160, 120)
     assert math.isclose(image.width / image.height, 4 / 3)
+
+
+def test_textures_are_drawn_once_and_renewed_one_by_one() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def draw(name: str, count: int, height: int, width: int, generator: torch.Generator) -> torch.Tensor:
+        asked.append((name, count))
+        return torch.rand(count, 3, height, width, generator=generator)
+
+    bank = Bank(draw, 30, torch.Generator().manual_seed(0))
+    first = bank("sand", 8, 8).clone()
+    assert torch.equal(bank("sand", 8, 8), first)
+    assert asked == [("sand", 24), ("sand", 6)]
+    assert bank("sand", 8, 16).shape == (10, 3, 8, 16)
+    for _ in range(2 * 15):
+        bank.renew()
+    changed = (bank("sand", 8, 8) != first).flatten(1).any(1)
+    assert int(changed.sum()) > 20
+    assert bank("sand", 8, 8).shape == first.shape

@@ -22,6 +22,7 @@ from training.textured.places import draw_place
 from training.textured.scenes import PATTERNS, Batch, read_vocabulary
 
 PATCH = 1.9  # sides of a sprite that a thing and its shadow can take
+AT_ONCE = 24  # textures that are drawn together
 COARSE = 24  # pixels of the blurred alpha that a shadow is
 
 
@@ -65,10 +66,11 @@ class Bank:
         self.turn = 0
 
     def __call__(self, name: str, height: int, width: int) -> Tensor:
-        """[variants, 3, height, width], uint8."""
+        """[variants, 3, height, width], uint8; of what is not square, which is rarer, a third as many."""
         key = (name, height, width)
         if key not in self.kept:
-            self.kept[key] = torch.cat([self.drawn(key, min(8, self.variants - i)) for i in range(0, self.variants, 8)])
+            count = self.variants if height == width else -(-self.variants // 3)
+            self.kept[key] = torch.cat([self.drawn(key, min(AT_ONCE, count - i)) for i in range(0, count, AT_ONCE)])
         return self.kept[key]
 
     def drawn(self, key: tuple[str, int, int], count: int) -> Tensor:
@@ -76,11 +78,11 @@ class Bank:
 
     def renew(self, count: int = 2) -> None:
         """Draw some pictures of one texture again, so that none is seen all the time."""
-        keys = list(self.kept)
-        if keys and self.variants > count:
+        keys = [key for key, images in self.kept.items() if len(images) > count]
+        if keys:
             self.turn += 1
             key = keys[self.turn % len(keys)]
-            start = self.turn // len(keys) * count % (self.variants - count + 1)
+            start = self.turn // len(keys) * count % (len(self.kept[key]) - count + 1)
             self.kept[key][start : start + count] = self.drawn(key, count)
 
 
