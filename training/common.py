@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor, nn
 
 from nextscale.engine.schedule import Schedule, infinity_schedule
 from nextscale.tokenizers.bsq import BSQConfig, BSQTokenizer
-from training.painter import Painter, load_sprites, stand_ins
-from training.scenes import read_vocabulary
 
 HERE = Path(__file__).parent
 
@@ -41,9 +41,16 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--sprites", type=Path, default=HERE / "data" / "sprites")
     parser.add_argument("--run", type=Path, default=HERE / "runs" / "latest", help="folder of weights, log and sheets")
     parser.add_argument("--init", type=Path, help="weights to start from: a folder of a run, or the shipped model")
+    parser.add_argument("--resume", type=Path, help="state of another run to go on from: the folder of its parts")
     parser.add_argument("--seconds", type=float, help="instead of the configured time")
     parser.add_argument("--smoke", action="store_true", help="tiny model, a few seconds on a CPU")
     return parser
+
+
+def part(config: dict[str, Any], name: str) -> ModuleType:
+    """`scenes`, `painter` or `prompts` of the data that a configuration names."""
+    package = "training.textured" if config.get("data") == "textured" else "training"
+    return importlib.import_module(f"{package}.{name}")
 
 
 def make_tokenizer(config: dict[str, Any]) -> BSQTokenizer:
@@ -51,10 +58,11 @@ def make_tokenizer(config: dict[str, Any]) -> BSQTokenizer:
     return BSQTokenizer(BSQConfig(**{**shape, "multipliers": tuple(shape["multipliers"])}))
 
 
-def make_painter(folder: Path, config: dict[str, Any], where: torch.device, smoke: bool) -> Painter:
-    vocabulary = read_vocabulary()
-    sprites = stand_ins(vocabulary) if smoke and not folder.exists() else load_sprites(folder, vocabulary)
-    return Painter(sprites, where, config["side"])
+def make_painter(folder: Path, config: dict[str, Any], where: torch.device, smoke: bool) -> Any:
+    painter, vocabulary = part(config, "painter"), part(config, "scenes").read_vocabulary()
+    missing = smoke and not folder.exists()
+    sprites = painter.stand_ins(vocabulary) if missing else painter.load_sprites(folder, vocabulary)
+    return painter.Painter(sprites, where, config["side"], **config.get("painter", {}))
 
 
 def device() -> torch.device:
@@ -71,10 +79,14 @@ def autocast(where: torch.device) -> torch.autocast:
     return torch.autocast(where.type, torch.bfloat16, enabled=where.type == "cuda")
 
 
-def grids(count: int) -> Schedule:
-    """The first grids of the square row, with positions in the frame of the whole row."""
-    row = infinity_schedule(1.0, "1M")
+def grids(count: int, ratio: float = 1.0) -> Schedule:
+    """The first grids of the row of a ratio (height / width), with positions in the frame of the whole row."""
+    row = infinity_schedule(ratio, "1M")
     return Schedule(row.grids[:count], frame=row.frame)
+
+
+def ratio_of(batch: Any) -> float:
+    return getattr(batch, "ratio", 1.0)  # the scenes of the shipped model are square
 
 
 class Clock:
@@ -180,7 +192,8 @@ def sheet(images: Iterable[Image.Image], titles: Sequence[str], columns: int, si
     draw = ImageDraw.Draw(page)
     for i, (image, title) in enumerate(zip(shown, titles, strict=True)):
         x, y = i % columns * side, i // columns * (side + 30)
-        page.paste(image.resize((side, side), Image.Resampling.LANCZOS), (x, y))
+        shrunk = ImageOps.contain(image, (side, side), Image.Resampling.LANCZOS)
+        page.paste(shrunk, (x + (side - shrunk.width) // 2, y + (side - shrunk.height) // 2))
         words, lines = title.split(), [""]
         for word in words:
             if len(lines[-1]) + len(word) > side // 6:

@@ -15,8 +15,7 @@ from nextscale.checkpoints.locate import ASSETS, CONFIG_FILE, FORMAT_NAME, WEIGH
 from nextscale.checkpoints.pretrained import FORMAT_VERSION
 from nextscale.models.registry import EMBEDDED
 from training import store
-from training.common import arguments, read_config
-from training.scenes import read_vocabulary, words_of
+from training.common import arguments, part, read_config
 from training.train_transformer import build
 
 
@@ -27,6 +26,7 @@ def export(source: Path, out: Path, config: dict[str, Any], half: bool) -> int:
     store.load_into(source, **parts)
     state = {f"{name}.{key}": p.detach() for name, m in parts.items() for key, p in m.named_parameters()}
     stored = {key: p.half() for key, p in state.items()} if half else quantize_state(state)
+    scenes = part(config, "scenes")
     description = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
@@ -37,7 +37,7 @@ def export(source: Path, out: Path, config: dict[str, Any], half: bool) -> int:
         "defaults": dataclasses.asdict(EMBEDDED.defaults),
         "pixel_budget": EMBEDDED.pixel_budget,
         "text_encoder": None,
-        "text": {"config": dataclasses.asdict(text.config), "words": words_of(read_vocabulary())},
+        "text": {"config": dataclasses.asdict(text.config), "words": scenes.words_of(scenes.read_vocabulary())},
         "dtype": "float16" if half else "int8",
     }
     out.mkdir(parents=True, exist_ok=True)

@@ -86,6 +86,11 @@ def words_of(vocabulary: dict[str, Any]) -> dict[str, Any]:
     return {kind: [entry(item) for item in items] for kind, items in vocabulary.items()}
 
 
+def kind_of(scene: Scene) -> str:
+    """What a tokenizer is measured on apart; scenes of this data are all of one kind."""
+    return "flat"
+
+
 def held_out(a: int, b: int) -> bool:
     """One pair of objects in 25 is never shown together; four objects in ten are in such pairs."""
     low, high = sorted((a, b))

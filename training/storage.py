@@ -34,7 +34,8 @@ def measure(source: Path, config: dict[str, Any], painter: Painter, scenes: int)
         images = painter.paint(batch)
         features = trainer.tokenizer.encode_features(images)
         losses.append(trainer.losses(features, batch, config["grids"]))
-        total = quantize(trainer.tokenizer, features, grids(config["grids"]), trainer.whole).total
+        schedule = grids(config["grids"])
+        total = quantize(trainer.tokenizer, features, schedule, schedule).total
         qualities.append(psnr(trainer.tokenizer.decode(total), images))
     return torch.stack(losses).mean(0), float(torch.cat(qualities).mean())
 

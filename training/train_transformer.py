@@ -41,19 +41,20 @@ from training.common import (
     grids,
     make_painter,
     make_tokenizer,
+    part,
     quantize,
+    ratio_of,
     read_config,
     sheet,
 )
-from training.painter import Painter
-from training.prompts import FIXED
-from training.scenes import Batch, read_vocabulary, stream, words_of
+from training.state import Training
 
 MASKED = 7  # grids whose attention is one masked call; more would waste it, fewer would be many small calls
 
 
 def build(config: dict[str, Any]) -> tuple[Infinity, WordTransformer, BSQTokenizer, Lexicon]:
-    lexicon = Lexicon(words_of(read_vocabulary()))
+    scenes = part(config, "scenes")
+    lexicon = Lexicon(scenes.words_of(scenes.read_vocabulary()))
     tokenizer = make_tokenizer(config)
     options = config["transformer"]
     text = WordTransformer(WordsConfig(len(lexicon), **options["text"]))
@@ -131,46 +132,49 @@ class Trainer:
         for module in (self.backbone, self.text, self.tokenizer):
             module.to(where)
         self.tokenizer.requires_grad_(False)
-        self.whole = grids(config["grids"])
-        self.run_block, self.encode = run_block, self.tokenizer.encoder
+        # Most batches are square. Compiling for the other shapes would take longer than it saves.
+        self.run_square, self.encode_square = run_block, self.tokenizer.encoder
         if where.type == "cuda":
-            self.run_block = torch.compile(run_block, dynamic=False)
+            self.run_square = torch.compile(run_block, dynamic=False)
             self.tokenizer.encoder.to(memory_format=torch.channels_last)
-            self.encode = torch.compile(self.tokenizer.encoder)
-        self.memories: dict[int, Grouped] = {}
+            self.encode_square = torch.compile(self.tokenizer.encoder)
+        self.memories: dict[Schedule, Grouped] = {}
         matrices, others = [], []
         for name, p in (*self.backbone.named_parameters(), *self.text.named_parameters()):
             hidden = p.ndim == 2 and name.startswith(("blocks.", "layers."))
             (matrices if hidden else others).append(p)
         muon = torch.optim.Muon(matrices, self.options["muon"], weight_decay=0.01, momentum=0.95)
         adam = torch.optim.AdamW(others, self.options["adam"], betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-        self.optimizers = (muon, adam)
-        self.average = Average([self.backbone, self.text], self.options["average"])
+        modules = {"backbone": self.backbone, "text": self.text}
+        average = Average(list(modules.values()), self.options["average"])
+        self.training = Training(modules, [muon, adam], average)
 
     def start_average(self) -> None:
-        self.average = Average([self.backbone, self.text], self.options["average"])
+        self.training.average = Average([self.backbone, self.text], self.options["average"])
 
     def learning_rate(self, progress: float) -> float:
         start = self.options["decay_from"]
         return min(1.0, progress / 0.01 + 0.05) * min(1.0, (1 - progress) / (1 - start) + 0.01)
 
     def encoded(self, images: Tensor) -> Tensor:
+        encode = self.encode_square if images.shape[2] == images.shape[3] else self.tokenizer.encoder
         with torch.no_grad(), autocast(self.where):
-            return torch.cat([self.encode(p).float() for p in images.split(64)])
+            return torch.cat([encode(p).float() for p in images.split(64)])
 
-    def losses(self, features: Tensor, batch: Batch, count: int) -> Tensor:
+    def losses(self, features: Tensor, batch: Any, count: int) -> Tensor:
         """Binary cross-entropy per grid, nats per bit; random flips and text dropout included."""
-        schedule, rows = grids(count), len(features)
+        ratio, rows = ratio_of(batch), len(features)
+        schedule, whole = grids(count, ratio), grids(self.config["grids"], ratio)
         rates = torch.rand(rows, count, device=self.where) * self.options["flip_rate"]
         rates *= torch.rand(rows, 1, device=self.where) < self.options["flipped"]
-        made = quantize(self.tokenizer, features, schedule, self.whole, rates)
+        made = quantize(self.tokenizer, features, schedule, whole, rates)
         logits = self.logits(made.inputs, batch, schedule)
         labels = torch.cat(made.labels, dim=1).float()
         right = F.binary_cross_entropy_with_logits(logits[..., 1] - logits[..., 0], labels, reduction="none")
         per_token = right.mean((0, 2))
         return torch.stack([per_token[s.start : s.start + s.tokens].mean() for s in schedule])
 
-    def logits(self, inputs: list[Tensor | None], batch: Batch, schedule: Schedule) -> Tensor:
+    def logits(self, inputs: list[Tensor | None], batch: Any, schedule: Schedule) -> Tensor:
         tokens, lengths = (t.to(self.where, non_blocking=True) for t in (batch.tokens, batch.lengths))
         with autocast(self.where):
             text = self.text(tokens, lengths).float()
@@ -181,48 +185,34 @@ class Trainer:
             x = torch.cat(
                 [self.backbone.embed(state, i, s) for s, i in zip(schedule, inputs, strict=True)], dim=1
             ).float()
-            if len(schedule) not in self.memories:
-                self.memories[len(schedule)] = Grouped(schedule, self.where)
-            memory = self.memories[len(schedule)]
+            if schedule not in self.memories:
+                self.memories[schedule] = Grouped(schedule, self.where)
+            memory = self.memories[schedule]
+            run = self.run_square if schedule.frame[0] == schedule.frame[1] else run_block
             for layer, block in enumerate(self.backbone.blocks):
-                x = self.run_block(
-                    block, x, state.modulation[layer], state.text_keys[layer], mask, state.rotary, memory
-                )
+                x = run(block, x, state.modulation[layer], state.text_keys[layer], mask, state.rotary, memory)
         with torch.autocast(self.where.type, enabled=False):
             return self.backbone.head(state, x.float())
 
-    def step(self, features: Tensor, batch: Batch, count: int, progress: float) -> Tensor:
+    def step(self, features: Tensor, batch: Any, count: int, progress: float) -> Tensor:
         rate = self.learning_rate(progress)
-        for optimizer, base in zip(self.optimizers, (self.options["muon"], self.options["adam"]), strict=True):
+        optimizers = self.training.optimizers
+        for optimizer, base in zip(optimizers, (self.options["muon"], self.options["adam"]), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = base * rate
         losses = self.losses(features, batch, count)
         # A grid counts by its side: more than one token of its many, less than all of them.
-        weights = torch.tensor([float(s.h) for s in grids(count)], device=self.where)
+        sides = [math.sqrt(s.tokens) for s in grids(count, ratio_of(batch))]
+        weights = torch.tensor(sides, device=self.where)
         (losses * weights).sum().div(weights.sum()).backward()
         for module in (self.backbone, self.text):
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.average.update()
+        self.training.average.update()
+        self.training.steps += 1
         return losses.detach()
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "backbone": self.backbone.state_dict(),
-            "text": self.text.state_dict(),
-            "average": self.average.slow,
-            "steps": self.average.steps,
-            "optimizers": [o.state_dict() for o in self.optimizers],
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.backbone.load_state_dict(state["backbone"])
-        self.text.load_state_dict(state["text"])
-        self.average.slow, self.average.steps = state["average"], state["steps"]
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
 
     def pipeline(self) -> Pipeline:
         """The model as a user has it, in the precision of its device."""
@@ -241,15 +231,15 @@ class Source:
     """Scenes as features. Painting and encoding cost as much as a step on few grids, so there a scene is shown
     `reuse` times, with other flips, mixed with those of the last hundred batches."""
 
-    def __init__(self, trainer: Trainer, painter: Painter, seed: int, workers: int, kind: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, painter: Any, seed: int, workers: int, kind: dict[str, Any]) -> None:
         self.trainer, self.painter, self.reuse = trainer, painter, kind.get("reuse", 1)
-        mix = tuple(trainer.options["mix"])
-        self.scenes: Iterator[Batch] = stream(seed, kind["batch"], workers, mix=mix)
-        self.kept: list[tuple[Tensor, Batch]] = []
+        stream = part(trainer.config, "scenes").stream
+        self.scenes: Iterator[Any] = stream(seed, kind["batch"], workers, **trainer.options["scenes"])
+        self.kept: list[tuple[Tensor, Any]] = []
         self.random = random.Random(seed)
         self.shown = 0
 
-    def __next__(self) -> tuple[Tensor, Batch]:
+    def __next__(self) -> tuple[Tensor, Any]:
         self.shown += 1
         if self.shown % self.reuse == 0 or len(self.kept) < self.reuse:
             batch = next(self.scenes)
@@ -262,24 +252,24 @@ class Source:
         return features.float(), batch
 
 
-def train(trainer: Trainer, stage: dict[str, Any], painter: Painter, clock: Clock, log: Log, seed: int) -> None:
+def train(trainer: Trainer, stage: dict[str, Any], painter: Any, clock: Clock, log: Log, seed: int) -> None:
     kinds = stage["steps"]
     workers = trainer.config["workers"] // len(kinds)
     sources = [Source(trainer, painter, seed + i, workers, kind) for i, kind in enumerate(kinds)]
-    step = 0
+    step, shown = 0, 0
     while not clock.over:
         which = step % len(kinds)
         kind, (features, batch) = kinds[which], next(sources[which])
         losses = trainer.step(features, batch, kind["grids"], clock.progress)
-        step += 1
+        step, shown = step + 1, shown + len(features)
         if step <= 2 * len(kinds) or step % 100 < len(kinds):
             numbers = " ".join(f"{x:.3f}" for x in losses.tolist())
             log(f"{stage['name']} step {step} {clock.elapsed:.0f} s, {kind['grids']} grids: {numbers}")
-    shown = sum(kind["batch"] for kind in kinds) * step / len(kinds)
-    log(f"{stage['name']}: {step} steps, {shown:.0f} images, {clock.elapsed:.0f} s")
+    trainer.training.elapsed = clock.before + clock.elapsed
+    log(f"{stage['name']}: {step} steps, {shown} images, {clock.elapsed:.0f} s")
 
 
-def draw_sheet(trainer: Trainer, path: Path, count: int, prompts: tuple[str, ...]) -> None:
+def draw_sheet(trainer: Trainer, path: Path, count: int, prompts: tuple[str, ...], ratio: float = 1.0) -> None:
     """The fixed prompts, seeds 0, 1, ..., from the first `count` grids."""
     pipe = trainer.pipeline()
     images: list[Any] = []
@@ -291,7 +281,7 @@ def draw_sheet(trainer: Trainer, path: Path, count: int, prompts: tuple[str, ...
     for i in range(0, len(prompts), 16):
         some = prompts[i : i + 16]
         seeds = list(range(i, i + len(some)))
-        images += pipe(some, seed=seeds, callback_on_scale_end=stop, pixel_budget=budget).images
+        images += pipe(some, seed=seeds, callback_on_scale_end=stop, pixel_budget=budget, aspect_ratio=ratio).images
     sheet(images, prompts, 8, 160).save(path)
 
 
@@ -315,21 +305,26 @@ def main() -> None:
     if source is None:
         parser.error(f"{options.run} has no tokenizer: run python -m training.train_tokenizer first, or give --init")
     store.load_into(source, tokenizer=trainer.tokenizer)
-    state = options.run / "state.pt"
-    if state.exists() and not options.fresh and number:
-        trainer.restore(torch.load(state, map_location=where, weights_only=True))
-    elif options.init:
-        store.load_into(options.init, backbone=trainer.backbone, text=trainer.text)
-        trainer.start_average()
-    seconds = options.seconds or stage["seconds"]
-    before, total = sum(s["seconds"] for s in stages[:number]), sum(s["seconds"] for s in stages)
-    clock = Clock(seconds, before, total)
-    train(trainer, stage, painter, clock, log, config["seed"] + 1000 * (number + 1))
-    torch.save(trainer.state(), state)
-    trainer.average.swap()
+    training, state = trainer.training, options.run / "state"
+    if options.resume or (state.exists() and not options.fresh and number):
+        training.load(options.resume or state)
+    else:
+        if options.init:
+            store.load_into(options.init, backbone=trainer.backbone, text=trainer.text)
+            trainer.start_average()
+        training.elapsed = sum(s["seconds"] for s in stages[:number])
+    torch.manual_seed(config["seed"] + number + training.steps)  # no later run repeats what an earlier one drew
+    clock = Clock(options.seconds or stage["seconds"], training.elapsed, sum(s["seconds"] for s in stages))
+    train(trainer, stage, painter, clock, log, config["seed"] + 1000 * (number + 1) + training.steps)
+    training.save(state)
+    training.average.swap()
     store.save(options.run, backbone=trainer.backbone, text=trainer.text, tokenizer=trainer.tokenizer)
-    prompts = FIXED[:8] if options.smoke else FIXED
-    draw_sheet(trainer, options.run / f"{stage['name']}.png", stage["steps"][-1]["grids"], prompts)
+    prompts = part(config, "prompts").FIXED
+    count = stage["steps"][-1]["grids"]
+    draw_sheet(trainer, options.run / f"{stage['name']}.png", count, prompts[:8] if options.smoke else prompts)
+    for ratio, share in trainer.options["scenes"].get("ratios", {}).items():
+        if float(ratio) != 1 and share:
+            draw_sheet(trainer, options.run / f"{stage['name']}-{ratio}.png", count, prompts[:8], float(ratio))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def test_training_computes_what_the_package_computes(vocabulary: dict) -> None:
     drawn = [scenes.Scenes(vocabulary).draw(rng) for _ in range(3)]
     schedule = common.grids(7)
     features = torch.randn(3, 16, 16, 16, generator=torch.Generator().manual_seed(1))
-    made = common.quantize(trainer.tokenizer, features, schedule, trainer.whole, torch.full((3, 7), 0.2))
+    made = common.quantize(trainer.tokenizer, features, schedule, schedule, torch.full((3, 7), 0.2))
     with torch.no_grad():
         ours = trainer.logits(made.inputs, scenes.batch_of(drawn, vocabulary, trainer.lexicon), schedule)
         texts = WordEncoder(trainer.lexicon, trainer.text).encode([s.caption for s in drawn])

@@ -26,6 +26,8 @@ def words(
     lexicon = Lexicon(plan.words)
     for name in kinds if kind is None else (kind,):
         entries = lexicon.of_kind(name)
+        if not entries and kind is None:
+            continue
         typer.echo(f"{name} ({len(entries)})")
         for entry in entries:
             typer.echo(f"    {entry.name}" + (f" ({', '.join(entry.also)})" if entry.also else ""))

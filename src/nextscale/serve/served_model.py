@@ -78,8 +78,8 @@ class ServedModel:
         encoder = self.pipe.text_encoder
         if not isinstance(encoder, WordEncoder):
             return None
-        kinds = ENTRY_KINDS[:-1]  # filler words mean nothing
-        return {kind: [entry.name for entry in encoder.lexicon.of_kind(kind)] for kind in kinds}
+        kinds = {kind: encoder.lexicon.of_kind(kind) for kind in ENTRY_KINDS[:-1]}  # filler words mean nothing
+        return {kind: [entry.name for entry in entries] for kind, entries in kinds.items() if entries}
 
     def size_of(self, job: ImageJob) -> Size:
         width, height = self.default_size

@@ -27,7 +27,11 @@ LETTERS = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd"))
 JOINERS = frozenset("\u200c\u200d" + "".join(map(chr, range(0xE0020, 0xE0080))))  # inside words and flags
 REPLACED_CHARACTERS = str.maketrans({"-": " ", "\u200b": " ", "’": "'", "＇": "'"})
 MAX_NAMED, MAX_SHOWN = 20, 40  # unknown words in one sentence, and characters of each
-ENTRY_KINDS = ("objects", "shapes", "colours", "styles", "counts", "relations", "backgrounds", "filler")
+ENTRY_KINDS = (
+    *("objects", "shapes", "letters", "colours", "materials", "styles", "sizes", "counts", "relations", "backgrounds"),
+    "filler",
+)
+OPTIONAL_KINDS = ("letters", "materials", "sizes")  # what the first models did not know
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Lexicon:
         self.entries: list[Entry] = []
         self.phrases: dict[tuple[str, ...], Entry] = {}
         for kind in ENTRY_KINDS:
-            for item in content[kind]:
+            for item in content.get(kind, ()) if kind in OPTIONAL_KINDS else content[kind]:
                 also = tuple(item.get("also", ()))
                 entry = Entry(-1 if kind == "filler" else len(self.entries) + 1, kind, item["name"], also)
                 if kind != "filler":
