@@ -149,7 +149,7 @@ class Results:
         shared = "methods" if name in PARTS else name  # which has all of their settings, too
         out = self.folder / "-".join([shared, *([] if fewest is None else [str(fewest)])])
         self.command(*words, "--device", self.device, "--out", str(out), "--so-far" if self.so_far else "--quiet")
-        return out, "nextscale " + shlex.join(words)
+        return out, "nextscale " + shlex.join([*words, *["--so-far"] * self.so_far])
 
 
 def calibrations(run: Results) -> None:

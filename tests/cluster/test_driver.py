@@ -58,9 +58,17 @@ def run(folder: Path, out: str, *options: str) -> None:
     assert process.returncode == 0, errors
 
 
-def kill_in_the_middle(folder: Path, out: str, *options: str) -> tuple[set[int], dict[str, tuple[int, int]]]:
+def kill_in_the_middle(
+    folder: Path, out: str, *options: str, workers: int = 0
+) -> tuple[set[int], dict[str, tuple[int, int]]]:
+    """Kill the command once it has made 20 images, and so many of its workers have begun."""
     process = start(folder, out, *options)
-    assert wait_for(lambda: len(list((folder / out / "images").glob("*.png"))) >= 20)
+    assert wait_for(
+        lambda: (
+            len(list((folder / out / "images").glob("*.png"))) >= 20
+            and len(descendants(process.pid) & set(titled("ray::MapWorker"))) >= workers
+        )
+    )
     children = descendants(process.pid) - {process.pid}
     process.send_signal(signal.SIGKILL)
     process.wait(30)
@@ -92,9 +100,9 @@ def require_resumed(folder: Path, out: str, before: dict[str, tuple[int, int]]) 
 
 
 def test_its_cluster_ends_with_it(folder: Path) -> None:
-    children, _ = kill_in_the_middle(folder, "own", "--workers", "ray", "--replicas", "2")
+    children, _ = kill_in_the_middle(folder, "own", "--workers", "ray", "--replicas", "2", workers=2)
     workers = children & set(titled("ray::MapWorker"))
-    assert workers, "on a busy machine the second may not have begun"
+    assert len(workers) == 2
     assert wait_for(lambda: not any(map(is_running, workers)), 30), "nobody goes on writing"
     for pid in filter(is_running, children):  # Ray's agents wait a minute longer for the cluster to come back
         os.kill(pid, signal.SIGKILL)
